@@ -88,11 +88,14 @@ class Run:
 
 
 def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console, owner: Owner) -> Run:
-    # parallel=auto: by the links at hand, measured
     hardware = None
+    # parallel=auto: as the run that is resumed had it, else by the links at hand, measured
     if config.parallel.auto:
-        hardware = auto.measured(config, device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        choice = ranks.on_first_rank(lambda: auto.choose(config, dist.get_world_size(), hardware))
+        world, node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        choice = ranks.on_first_rank(lambda: auto.kept(config, world))
+        if choice is None:
+            hardware = auto.measured(config, device, node)
+            choice = ranks.on_first_rank(lambda: auto.choose(config, world, hardware))
         config = choice.applied(config)
         ranks.say(choice.table)
 

@@ -326,7 +326,7 @@ class SwitchPlan:
         """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
         n, _ = ranks(group)
         if any(a >= b for a, b in pairwise(among)):
-            raise ValueError(f"ranks {list(among)} should be in ascending order, in which what they send arrives")
+            raise ValueError(f"expected ranks in ascending order, as their blocks arrive, got {list(among)}")
         splits = [0] * n, [0] * n
         for i, peer in enumerate(among):
             splits[0][peer], splits[1][peer] = self.out_splits[i], self.in_splits[i]

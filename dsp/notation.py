@@ -242,14 +242,14 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
 def _check_sums(stage: StagePattern) -> None:
     for name in stage.summed:
         if stage.root:
-            raise NotationError(f"{stage.text!r}: the root pattern names dims alone; +{name} is for a stage")
+            raise NotationError(f"{stage.text!r}: the root pattern takes no sums; write {name} for +{name}")
         if not stage.explicit_output or any(name in p.names for p in stage.outputs):
             raise NotationError(
                 f"{stage.text!r}: {name!r} is summed over, so the output must not have it: write the output after "
                 f"'->', without {name}"
             )
         if len(stage.outputs) > 1:
-            raise NotationError(f"{stage.text!r}: a stage that sums over a dim, +{name}, has one output")
+            raise NotationError(f"{stage.text!r}: a stage that sums over a dim, +{name}, must have one output")
         if any(name in p.names and name not in p.summed for p in stage.inputs):
             raise NotationError(f"{stage.text!r}: {name!r} is summed over; write +{name} wherever an input has it")
 
@@ -300,7 +300,7 @@ def _sizes_of_axes(
             if len(axis) > 1:
                 folds.append((pattern, axis, size))
             elif not axis and size != 1:
-                raise NotationError(f"{where}: '{pattern}' says 1 but that axis of {tuple(shape)} is {size}")
+                raise NotationError(f"{where}: '{pattern}' says 1, but this axis of {tuple(shape)} is {size}")
             elif axis and (known := sizes.setdefault(axis[0], size)) != size:
                 if 1 not in (known, size):
                     raise NotationError(f"{where}: dim {axis[0]!r} is {known} in one tensor and {size} in '{pattern}'")

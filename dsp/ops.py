@@ -29,7 +29,7 @@ def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """
     axis, x = Axis.of(mesh), as_dtensor(x)
     if isinstance(x, DTensor):
-        raise TypeError(f"dsp.split takes a whole tensor, got a DTensor {x.placements}; use dsp.switch(x, dim)")
+        raise TypeError(f"dsp.split takes a plain tensor, got a DTensor {x.placements}; use dsp.switch(x, dim)")
     cut = Cut(_dim(dim, x.ndim, "split"))
     if x.requires_grad and x.is_leaf:
         local = SplitInput.apply(x, axis, cut)

@@ -70,9 +70,8 @@ class Sharded(Tensor):
             if MIXED not in str(error):
                 raise
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)}() outside of a forward works with a plain tensor and a sharded "
-                "one, which a forward of a parallelized model left in an object, such as a cache. Bring that back with "
-                "dsp.gather(x) before"
+                f"{getattr(func, '__name__', func)}() outside of a forward got a plain tensor and a sharded one, which "
+                "a forward of a parallelized model left in an object, such as a cache. Call dsp.gather(x) on it first"
             ) from error
 
     @property

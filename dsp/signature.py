@@ -197,5 +197,5 @@ def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs
         sizes = solve_sizes(tensors, stated, where="the model")
     for dim, size in stated.items():
         if sizes.setdefault(dim, size) != size:
-            raise NotationError(f"the model: {dim!r} is stated to be {size} in '{root.text}', but it is {sizes[dim]}")
+            raise NotationError(f"the model: '{root.text}' says {dim}={size}, but in the inputs it is {sizes[dim]}")
     return sizes

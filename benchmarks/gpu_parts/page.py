@@ -48,7 +48,7 @@ def lines(found: Found) -> Iterator[str]:
     yield "# On a GPU\n"
     yield wrapped(
         "What one command finds on one GPU, in nine minutes: is everything right on CUDA, how fast is it, and what "
-        "does the [cost model](benchmarks.md#cost-model) make of it. This page is written by it:"
+        "does the [cost model](cost-model.md) make of it. This page is written by it:"
     )
     yield "\n```bash\npython benchmarks/gpu.py             # JSON to benchmarks/results; --out names another folder"
     yield "python benchmarks/gpu.py --dry-run   # the same on a CPU, at tiny sizes\n```\n"

@@ -1,7 +1,7 @@
-"""The tables of docs/benchmarks.md, from what the measurements wrote, beside the figures of the paper.
+"""The tables of docs/benchmarks*.md and docs/cost-model.md: what was measured, beside the figures of the paper.
 
     python benchmarks/methods/rival_tables.py          prints them
-    python benchmarks/methods/rival_tables.py --write  and puts them into the page
+    python benchmarks/methods/rival_tables.py --write  and puts them into the pages
 
 They are read from benchmarks/results/{wire,cluster,memory,gpu,cost-model}.json; what has not been measured says so. The
 paper is Zhao et al., arXiv 2403.10266 (DSP), or where it says so Li et al., arXiv 2105.13120 (RSA).
@@ -23,7 +23,7 @@ from benchmarks.methods.rivals import METHODS, PAPER, TABLE_9, Shape, formula, r
 
 Found = dict[str, Any]
 Lines = Iterable[str]
-PAGE = DOCS / "benchmarks.md"
+PAGES = [DOCS / f"{name}.md" for name in ("benchmarks", "benchmarks-bytes", "benchmarks-time", "cost-model")]
 OPERATIONS = {  # the paper's table 8, and what has those bytes here
     "all_reduce": ("all-reduce", "2M", "Megatron-LM"),
     "all_gather": ("all-gather", "M", "`dsp.gather`, Megatron-SP"),
@@ -85,7 +85,7 @@ def when(name: str) -> Callable[[Found], Iterator[str]]:
 
 
 def screen_table(_: Found) -> Iterator[str]:
-    """One row of each measurement and one of the model: what all else on the page is about."""
+    """One row of each measurement and one of the model: what all other tables are about."""
 
     def row(name: str, told: dict[str, str]) -> str:
         return line([name, *(told.get(method, "does not fit") for method in METHODS)])
@@ -408,7 +408,8 @@ def written(page: str) -> str:
 
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(written(PAGE.read_text()))
+        for page in PAGES:
+            page.write_text(written(page.read_text()))
     else:
         for name in TABLES:
             print("\n".join(lines_of(name)), end="\n\n")

@@ -1,6 +1,6 @@
 """Unmodified models of other fields and packages under `dsp.parallelize`, by one line each, held to one process.
 
-    python benchmarks/models/other_fields.py [--ranks 2 3] [--only FNO] [--write]     # to docs/your-own-model.md
+    python benchmarks/models/other_fields.py [--ranks 2 3] [--only FNO] [--write]     # to docs/verified.md
 
 As diffusers_models.py holds those of diffusers: small, with random weights, in float64; the output and every
 gradient are compared, and what each rank sends is counted and is what the plan says. The packages, but for torch, are
@@ -28,7 +28,7 @@ from benchmarks.models.diffusers_models import Case, errors
 from dsp.slices import cast
 from dsp.text import human
 
-PAGE = DOCS / "your-own-model.md"
+PAGE = DOCS / "verified.md"
 
 
 def neural_operator() -> nn.Module:

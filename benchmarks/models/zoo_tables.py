@@ -1,6 +1,6 @@
 """The cost of sequence parallelism for each model of the zoo, by its plan, against the rivals' formulas.
 
-    python benchmarks/models/zoo_tables.py            prints the tables of docs/zoo.md
+    python benchmarks/models/zoo_tables.py            prints the tables of docs/zoo.md and docs/zoo-stages.md
     python benchmarks/models/zoo_tables.py --write    and puts them into it
 
 Everything is planned on meta tensors at published sizes, so it takes seconds and no memory. The rivals, a forward of a
@@ -27,7 +27,7 @@ import dsp
 import zoo
 from benchmarks.common import DOCS, fill, table
 
-PAGE = DOCS / "zoo.md"
+PAGES = DOCS / "zoo.md", DOCS / "zoo-stages.md"
 RANKS = 8
 VIDEO = {"frames": 64, "height": 64, "width": 64}
 
@@ -147,6 +147,7 @@ TABLES = {"video": video_table, "pair": pair_table, "stages": stages_list}
 if __name__ == "__main__":
     made = {name: [*make()] for name, make in TABLES.items()}
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(fill(PAGE.read_text(), made))
+        for page in PAGES:
+            page.write_text(fill(page.read_text(), made))
     else:
         print("\n\n".join("\n".join(lines) for lines in made.values()))

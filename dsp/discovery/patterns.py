@@ -27,7 +27,7 @@ class Patterns(StageChoice):
         if not self.chosen and not self.sequence:
             raise ValueError(
                 f"discover found no submodule of {type(self.search.model).__name__} that is independent along a dim; "
-                "stages are submodules: move what the forward computes into some"
+                "a stage is a submodule: move operations of the forward into submodules"
             )
         self.name()
         self.texts = {path: self.render(node) for path, node in self.chosen.items()}

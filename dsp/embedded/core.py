@@ -30,8 +30,8 @@ def place_of_call() -> RankPart | None:
     place = current_place() or AGAIN.get()
     if place is None and backward_pass() != -1:
         raise RuntimeError(
-            "a stage with communication inside is recomputed by a checkpoint that cannot be followed; use "
-            "torch.utils.checkpoint with use_reentrant=False, round a stage or a block of the model"
+            "an activation checkpoint that dsp cannot follow recomputes a stage with communication inside; use "
+            "torch.utils.checkpoint with use_reentrant=False, around a stage or a block of the model"
         )
     frame = checkpoint_frame()
     if place is None or frame is None or Recompute.known(frame, AGAIN):
@@ -77,7 +77,7 @@ class Distributed:
         own = self.module.__dict__.get("forward")
         if isinstance(own, _Forward):
             if type(own.inside) is not type(self):
-                raise ValueError(f"{self.name!r} is already run by {own.inside.label}; build the model anew")
+                raise ValueError(f"{self.name!r} is already run by {own.inside.label}; build a new model")
             return
         self.module.forward = _Forward(self, self.module.forward)
 
@@ -115,14 +115,14 @@ class AttentionCore(Distributed):
         layouts = [p.axes for p in pattern.inputs]
         if len(layouts) != 3 or any(len(axes) != 4 or axes[1] != (along,) for axes in layouts):
             raise NotationError(
-                f"core {core.name!r}: '{pattern.text}' should describe queries, keys and values, each (batch, {along}, "
-                "heads, channels), with the places an axis of their own"
+                f"core {core.name!r}: expected patterns of queries, keys and values, each (batch, {along}, heads, "
+                f"channels) with {along} in no fold, got '{pattern.text}'"
             )
         heads = {name for axes in layouts for name in axes[2]}
         if heads & pattern.computed or heads & set(stage.pattern.inputs[0].names):
             raise NotationError(
-                f"core {core.name!r}: '{pattern.text}' should have the heads as its third axis, outside brackets and "
-                f"under names that its stage '{stage.pattern.text}' does not use"
+                f"core {core.name!r}: expected the heads as third axis, outside brackets and under names that are not "
+                f"in its stage '{stage.pattern.text}', got '{pattern.text}'"
             )
 
     def bind(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,8 +45,8 @@ def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[...
         found = _cores(model, stages)
         if not found:
             raise ValueError(
-                f"{type(model).__name__} names no attention cores, so {kind.label} has no place to go: give it a dict "
-                "`cores` like its `stages`, of a submodule's pattern to what it computes over, or use method='dsp'"
+                f"{type(model).__name__} names no attention cores, which {kind.label} needs: give it a dict `cores` "
+                "from the path of each core to a pattern of what it computes over, as in `stages`, or use method='dsp'"
             )
         along, grids = _along(kind.label, along, found), dict[str, Grid]()
         for core, stage in found:
@@ -127,8 +127,8 @@ def _regions(label: str, model: nn.Module, stages: Sequence[Stage]) -> list[tupl
     named = getattr(model, "tensor_parallel", None)
     if not named:
         raise ValueError(
-            f"{type(model).__name__} names no linear layers to be cut over ranks, which {label} does: give it a dict "
-            "`tensor_parallel` like its `stages`, of a submodule's pattern to 'columns' or 'rows', or use method='dsp'"
+            f"{type(model).__name__} names no linear layers to cut over ranks, which {label} needs: give it a dict "
+            "`tensor_parallel` from the path of each layer to 'columns' or 'rows', or use method='dsp'"
         )
     found = []
     for name, module, linears in find_regions(model, named):
@@ -141,7 +141,9 @@ def _around(name: str, module: nn.Module, stages: Sequence[Stage]) -> Stage:
     for stage in stages:
         if any(inner is module for inner in stage.module.modules()):
             return stage
-    raise NotationError(f"{name!r} lies in no stage; its stage is what it makes reach over all ranks")
+    raise NotationError(
+        f"tensor_parallel: {name!r} is in no stage, so its inputs have no layout; make a stage of it or around it"
+    )
 
 
 METHODS: dict[str, Callable[..., Prepared]] = {

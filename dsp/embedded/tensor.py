@@ -130,8 +130,8 @@ class Region(Distributed):
         rows = [x.module for x in linears if not x.columns]
         if len(rows) != 1 or len(linears) < 2:
             raise NotationError(
-                f"tensor_parallel: {name!r} should have columns and then, as its last layer, one linear layer of rows; "
-                f"named are {', '.join(x.name for x in linears)}"
+                f"tensor_parallel: expected in {name!r} one or more linear layers with 'columns', and one with 'rows' "
+                f"as its last layer; got {', '.join(x.name for x in linears)}"
             )
         self.rows = rows[0]
         cut = [(x.module.weight, x.module.bias if x.columns else None) for x in linears]
@@ -183,8 +183,8 @@ class Region(Distributed):
 
     def alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise RuntimeError(
-            f"{self.name!r} was called outside of its parallelized model, with a part of its weights alone; call the "
-            "whole model, on every rank"
+            f"{self.name!r} was called outside of its parallelized model, on a rank that holds only a shard of its "
+            "weights; call the model itself, on every rank"
         )
 
     def run(self, place: RankPart, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:

@@ -83,9 +83,9 @@ def deal_heads(h: int, g: int, n: int) -> Deal:
     """Deal h heads of queries over n ranks as torch.chunk does, and with them what they need of g heads of keys."""
     if n > h:
         raise NotationError(
-            f"ulysses deals {h} heads over {n} ranks, and a rank without a head would have nothing to do: take fewer "
-            f"({h}, parallel.sp={h}, where all share the heads), a model of more heads, method='dsp_ulysses', which "
-            "deals them over few, or 'dsp', 'ring' or 'dsp_ring', which heads do not limit"
+            f"ulysses deals {h} heads over {n} ranks, so a rank would have no head and nothing to do: use {h} ranks at "
+            f"most (parallel.sp={h}), a model of more heads, method='dsp_ulysses', which deals heads over fewer ranks, "
+            "or 'dsp', 'ring' or 'dsp_ring', which heads do not limit"
         )
     each = h // g
     q_parts = chunk_sizes(h, n)

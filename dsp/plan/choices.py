@@ -241,9 +241,9 @@ class Choices(Operations):
         taken = self.record.parameters
         for name in given.keys() - set(taken):
             raise NotationError(
-                f"given names {name!r}, which is not a tensor argument of the model; those are {', '.join(taken)}"
+                f"given= has {name!r}, which is not a tensor argument of the model; those are {', '.join(taken)}"
                 if taken
-                else f"given names {name!r}: the stages need a root pattern that declares it"
+                else f"given= has {name!r}: the stages need a root pattern that declares it"
             )
         for param, t, pattern in self.record.inputs:
             cuts, home = self.cuts_of(pattern, t, self.root_sizes), None

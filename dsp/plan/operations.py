@@ -152,8 +152,8 @@ class Operations(Values):
         """It makes numbers of sharded tensors."""
         if not self.record.data:
             raise GlueError(
-                f"{op.name}() between stages reads values of a sharded tensor; compute it inside a stage, or from the "
-                "whole inputs"
+                f"{op.name}() between stages reads values of a sharded tensor; compute it inside a stage, or from "
+                "replicated inputs"
             )
         # the run finds them whole
         event = Event("glue", op.index, op.name, operands=op.syms)

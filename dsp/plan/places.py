@@ -92,10 +92,10 @@ def refuse_places(
             continue
         for place in (p for a, b in zip(whole, own) if len(own) == len(whole) for p in other_places(a, b)):
             raise NotationError(
-                f"{stage.where}: the score or mask function of its flex_attention reads which {place} it is at, and on "
-                f"a part along {option.name!r} that is counted from the part's first. Write [{option.name}] in "
-                f"'{stage.pattern.text}', or let the function read what differs from a tensor that the stage is given, "
-                f"with a pattern that has {option.name!r}"
+                f"{stage.where}: the score or mask function of its flex_attention reads the index of the {place}, and "
+                f"on a shard along {option.name!r} that index counts from the shard's first. Write [{option.name}] in "
+                f"'{stage.pattern.text}', or pass the stage a tensor with a pattern that has {option.name!r}, and let "
+                "the function read that instead of the index"
             )
 
 

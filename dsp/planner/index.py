@@ -206,8 +206,8 @@ class Index:
         problem = self.problem
         return Infeasible(
             f"no plan fits in {human(problem.capacity or 0)} a rank: op {problem.ops[k].name!r} needs at least "
-            f"{human(need)}, of which {human(problem.resident)} are resident{missed}; more than {problem.size} "
-            "ranks, activation checkpointing or a larger memory would help"
+            f"{human(need)}, of which {human(problem.resident)} are resident{missed}; use more than {problem.size} "
+            "ranks, activation checkpointing or a larger memory"
         )
 
     def move(self, v: int, src: Layout, dst: Layout, before: int) -> Move:

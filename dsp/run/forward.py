@@ -126,8 +126,8 @@ class Run(Lookup):
         if mesh != self.axis.mesh or cut is None:
             raise GlueError(
                 f"a DTensor {placements} on mesh {mesh} meets a model that is sharded over {self.axis.mesh}. Inputs "
-                "must be whole tensors or DTensors sharded over the sequence-parallel mesh; a module whose weights lie "
-                "on another mesh, as tensor parallelism lays them, must be a stage or inside of one: name it in stages"
+                "must be plain tensors or DTensors sharded over the sequence-parallel mesh. A module whose weights are "
+                "on another mesh, such as tensor parallelism's, must be a stage or inside of one: name it in stages"
             )
         made = self.carry(connected_local(t), cut, shape, copy_source(t))
         if id(t) in self.declared:

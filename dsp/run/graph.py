@@ -202,7 +202,7 @@ def recorded(runtime: Any, entry: Any, flat: list[Any], spec: Any) -> tuple[Grap
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in locals_]
     graph = graph_of(forward, weights, *leaves)
     if run.unknown is not None:
-        raise Unfit("it does not go the way of its plan")
+        raise Unfit("its forward does not follow the plan")
     refuse_for([*reasons_in(graph, output, made, runtime.graphs.backend)])
     tidy(graph.graph, [t.requires_grad for t in (*weights, *leaves)])
     hold(graph, weights)

@@ -89,8 +89,8 @@ def _as_before(new: Any, old: Any) -> Any:
     if isinstance(old, Sharded) and type(new) is old.part:
         if tuple(new.shape) != old.at.local:
             raise GlueError(
-                f"a hook between stages, such as tensor parallelism's, made {tuple(new.shape)} of {old.at.local}, the "
-                "part of a sharded tensor. Its module must be a stage or inside of one: name it in stages"
+                f"a hook between stages, such as tensor parallelism's, changed a shard of shape {old.at.local} to "
+                f"{tuple(new.shape)}. The hook's module must be a stage or inside of one: name it in stages"
             )
         new.__class__, new.at, new.number = type(old), old.at, old.number  # type: ignore[attr-defined]
     return new

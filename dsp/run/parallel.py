@@ -113,7 +113,7 @@ def parallelize(
     as without, with a warning that says why.
 
     wire: what a switch sends of real numbers: ``"same"``, as they are; or ``"bf16"``, ``"fp8"`` or ``"int8"``, in fewer
-    bits, which is not exact (docs/numerics.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
+    bits, which is not exact (docs/wire.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
     that is sent is exact.
 
     route: how a switch goes over ranks of several nodes: ``"direct"``, the default, in one all-to-all;
@@ -122,7 +122,7 @@ def parallelize(
     those of a `dsp.Hardware`. A node has LOCAL_WORLD_SIZE ranks, or as `dsp.Route` says. With a route `mesh` may have
     two axes, nodes and the ranks in one, that are used as one; DTensors are then over that one, ``output.device_mesh``.
     overlap: a number of pieces, 2 to 4, in which a stage runs whose result is switched: each piece travels while the
-    next one is computed, in backward as well (docs/planning.md). "auto" measures the links and cuts where that saves
+    next one is computed, in backward as well (docs/overlap.md). "auto" measures the links and cuts where that saves
     time; a `dsp.Hardware` is one to decide by without measuring. A switch brings the same numbers; gradients of weights
     are added up piece by piece, which rounds otherwise.
 

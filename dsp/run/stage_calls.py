@@ -272,8 +272,9 @@ class StageCalls:
             return
         if (found := constants_in(output)) != step.constants:
             raise NotationError(
-                f"{stage.where} returned {found} on a part of {name!r}, but {step.constants} on the whole: a size of "
-                f"its part. Make a stage of what is inside it, or put [{name}] in brackets"
+                f"{stage.where} returned {found} on a shard along {name!r}: expected {step.constants}, as on the full "
+                f"tensor. It returns a number that depends on the length of {name!r}. Put [{name}] in brackets, or "
+                "make stages of its submodules instead"
             )
 
     def results(self, run: Run, inside: InStage, tensors: list[Tensor]) -> list[Tensor]:

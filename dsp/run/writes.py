@@ -21,11 +21,11 @@ from dsp.tensors import memory, tensors_in, version
 
 # the writes that are refused
 MISSED = (
-    "{who} writes in place, but its tensor, or a view of it, first had to be switched or gathered, so the write went "
-    "into a copy. The original, or a view of it, is used now without that write: write it out of place"
+    "{who} wrote in place into a copy: its tensor, or a view of it, had to be switched or gathered first. The "
+    "original, or a view of it, is used now without that write: write it out of place"
 )
 INTO_COPY = "{who} writes in place into {what}; write it out of place"
-INTO_PART = "{who} writes in place into its part of a tensor that is whole; write it out of place"
+INTO_PART = "{who} writes in place into its shard of a tensor that is replicated; write it out of place"
 
 
 def copy_source(t: Tensor) -> Any:

@@ -1,8 +1,9 @@
-"""docs/adding.md, word for word: its blocks become files of a folder of their own, its configurations train."""
+"""docs/adding.md and adding-data.md: their blocks become files of a folder of their own, their configurations train."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import pytest
@@ -17,10 +18,11 @@ from zoo.data.sampling import VideoDataset
 from zoo.outside import outside
 from zoo.training import UserError, complete
 from zoo.training import config as cfg
+from zoo.training.model import without_weights
 
-PAGE = ROOT / "docs/adding.md"
-MODEL, _, DATA, TASK = (block.text for block in blocks(PAGE) if block.language == "python")
-CONFIGS = dict(zip(("model", "data", "task"), (b.text for b in blocks(PAGE) if b.language == "yaml"), strict=True))
+BLOCKS = [block for name in ("adding", "adding-data") for block in blocks(ROOT / f"docs/{name}.md")]
+MODEL, _, DATA, TASK = (block.text for block in BLOCKS if block.language == "python")
+CONFIGS = dict(zip(("model", "data", "task"), (b.text for b in BLOCKS if b.language == "yaml"), strict=True))
 
 
 @pytest.fixture
@@ -165,3 +167,29 @@ def test_clips_from_a_list():
         Clips([x, x[:, :4]]).clip(1, 0)
     with pytest.raises(ValueError, match="list has no clips"):
         Clips([])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "10 rows: expected 11, for labels 0 to 10; label 10 stands for no class (objective.label_dropout=0.1,"),
+        (["objective.label_dropout=0"], "10 rows: expected 11, for labels 0 to 10; label 10 stands for no class"),
+        (["objective.label_dropout=0", "sample.guidance=1"], ""),
+    ],
+)
+def test_a_model_without_a_row_for_no_class_is_refused_before_the_first_step(folder, more, message):
+    own = "nn.Embedding(config.num_classes, dim)"
+    text = MODEL.replace("LabelEmbed(config.num_classes, dim)", own)
+    assert own in text
+    (folder / "convtime.py").write_text(text)
+    task = cfg.create_task(cfg.load(["model.yaml", *more]))
+    if not message:
+        without_weights(task.config, task)
+        return
+    with pytest.raises(UserError, match=f"model convtime:ConvTime looks labels up in a table of {re.escape(message)}"):
+        without_weights(task.config, task)
+
+
+def test_the_data_of_a_task_of_ones_own_are_told_in_words(trainer, folder, capsys):
+    assert trainer.main(["task.yaml", f"runs_dir={folder}", "train.steps=1"]) == 0
+    assert "data    squares:Squares: 2 samples a step and group, from a data set of 64\n" in capsys.readouterr().out

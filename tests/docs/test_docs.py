@@ -100,8 +100,8 @@ def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
         path.write_text(fixed)
 
 
-LONGER = [path for path in PAGES if path.stem in ("embedded", "planning", "adding", "fold-long")]
-RUN = [path for path in ALL if path not in (*LONGER, FRAMEWORKS)]
+LONGER = [path for path in PAGES if path.stem in "embedded hybrids megatron planning sizing adding fold-long".split()]
+RUN = [path for path in ALL if path not in (*LONGER, *FRAMEWORKS)]
 
 
 @pytest.mark.parametrize("path", [*RUN, *map(slow, LONGER)], ids=lambda path: path.name)
@@ -112,7 +112,8 @@ def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
     compare(path, code, printed[0])
 
 
-LONG = "embedded adding planning your-own-model how-it-works numerics".split()  # and in one process they run anyway
+LONG = "embedded hybrids megatron adding planning sizing your-own-model stages numerics".split()
+"""Pages that run anyway, all in one process."""
 
 
 def wanted(code: str) -> int:
@@ -122,10 +123,10 @@ def wanted(code: str) -> int:
 
 
 def programs() -> Iterator[Any]:
-    """Programs as a user saves and starts them: the blocks of a page as one file, of frameworks.md each by itself."""
+    """Programs as a user saves and starts them: the blocks of a page as one file, of FRAMEWORKS each by itself."""
     for page in ALL:
         code = [block.text for block in python(page)]
-        if page == FRAMEWORKS:
+        if page in FRAMEWORKS:
             yield from (slow(page, text, wanted(text), id=f"{page.name}-{i}") for i, text in enumerate(code))
         elif code:
             n = 4 if page == README else 3
@@ -166,10 +167,10 @@ def test_every_block_of_a_page_is_of_a_language_that_the_tests_know() -> None:
 
 
 def test_the_configurations_of_the_pages_are_read(tmp_path: Path) -> None:
-    """But for those of adding.md, which test_adding.py trains."""
+    """But for those of adding*.md, which test_adding.py trains."""
     for path in ALL:
         for block in blocks(path):
-            if block.language == "yaml" and path.stem != "adding":
+            if block.language == "yaml" and not path.stem.startswith("adding"):
                 (tmp_path / "page.yaml").write_text(block.text)
                 cfg.load([str(tmp_path / "page.yaml")], shown=True)
 
@@ -278,7 +279,7 @@ def test_the_sample_is_small_and_moves() -> None:
 def test_the_tables_of_the_zoo_are_those_of_its_script(script) -> None:
     """All stages, and of the planned tables what takes seconds; zoo_tables.py --write makes them anew."""
     script = script("models.zoo_tables")
-    page = (ROOT / "docs/zoo.md").read_text().splitlines()
+    page = [line for name in ("zoo", "zoo-stages") for line in (ROOT / f"docs/{name}.md").read_text().splitlines()]
     quick = [entry for entry in script.ENTRIES if entry.title in ("Latte V2 XL/2", "Axial video XL/2, in turn")]
     for line in (*script.stages_list(), *script.video_table(quick), *script.pair_table([(768, 8)])):
         assert line in page

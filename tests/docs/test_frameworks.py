@@ -1,4 +1,4 @@
-"""The examples of docs/frameworks.md, each as it stands on its ranks: they end with the weights of one process."""
+"""The examples of docs/frameworks.md and its like, each on its ranks: they end with the weights of one process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from tests.support.pages import FRAMEWORKS, blocks
 from tests.support.slow import slow
 
-SOURCE = FRAMEWORKS.read_text()
+HEADINGS = [name for page in FRAMEWORKS for name in re.findall(r"^## (.*)$", page.read_text(), re.M)]
 EXAMPLES = {
-    re.findall(r"^## (.*)$", SOURCE[: block.start], re.M)[-1]: block
-    for block in blocks(FRAMEWORKS)
+    re.findall(r"^## (.*)$", page.read_text()[: block.start], re.M)[-1]: (page, block)
+    for page in FRAMEWORKS
+    for block in blocks(page)
     if block.language == "python"
 }
 CLIPPED = {"FSDP2"}  # gradients, at a norm of 1
@@ -63,7 +64,7 @@ def on_rank(mesh: DeviceMesh, name: str) -> tuple[dict[str, Any], float | None, 
 
     import dsp
 
-    example = EXAMPLES[name]
+    page, example = EXAMPLES[name]
     space: dict[str, Any] = {"__name__": "__main__"}
     patch = pytest.MonkeyPatch()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -82,7 +83,7 @@ def on_rank(mesh: DeviceMesh, name: str) -> tuple[dict[str, Any], float | None, 
                 warnings.simplefilter("ignore")  # what it calls in torch is deprecated
                 deepspeed.ops.__dict__["__compatible_ops__"] = {}  # nothing to be compiled
             with dsp.count_comm() as comm:
-                exec(compile("\n" * (example.line - 1) + example.text, FRAMEWORKS.name, "exec"), space)
+                exec(compile("\n" * (example.line - 1) + example.text, page.name, "exec"), space)
     finally:
         torch.set_default_dtype(torch.float32)
         patch.undo()
@@ -96,8 +97,9 @@ def on_rank(mesh: DeviceMesh, name: str) -> tuple[dict[str, Any], float | None, 
 
 
 def test_every_framework_has_one_short_example() -> None:
-    assert list(EXAMPLES) == re.findall(r"^## (.*)$", SOURCE, re.M)
-    assert {name: len(b.text.splitlines()) for name, b in EXAMPLES.items() if len(b.text.splitlines()) > 30} == {}
+    assert list(EXAMPLES) == HEADINGS
+    lengths = {name: len(block.text.splitlines()) for name, (_, block) in EXAMPLES.items()}
+    assert {name: length for name, length in lengths.items() if length > 30} == {}
 
 
 @pytest.mark.parametrize("name", [slow(name) if name == EIGHT else name for name in EXAMPLES])

@@ -62,7 +62,7 @@ def test_sizes_and_folds() -> None:
         sizes("(b t) s", (14, 5), root={"b": 3, "t": 7})
     with pytest.raises(NotationError, match="'t' is 7 in one tensor and 5"):
         sizes("b t, b t", (2, 7), (2, 5))
-    with pytest.raises(NotationError, match="says 1 but that axis"):
+    with pytest.raises(NotationError, match="says 1, but this axis"):
         sizes("b 1", (2, 7))
     with pytest.raises(NotationError, match="2 axes but the tensor has shape"):
         sizes("b t", (2, 7, 3))

@@ -106,7 +106,7 @@ def test_one_name_will_do_for_what_stays_together() -> None:
         ),
         (
             Folded, (torch.randn(8, 4, toys.C), 4), {**FOLDED, "": "x=n s c, s=5"},
-            "'s' is stated to be 5 in 'x=n s c, s=5', but it is 4",
+            "'x=n s c, s=5' says s=5, but in the inputs it is 4",
         ),
         (Folded, (torch.randn(8, 4, toys.C), 3), {**FOLDED, "": "x=(b t) s c, num_frames=t"}, "not a multiple of t=3"),
     ],

@@ -1,4 +1,4 @@
-"""The style of docstrings: they begin with a noun or an imperative verb."""
+"""The style of docstrings and pages: how docstrings begin, which words pages use, how long pages are."""
 
 import ast
 import re
@@ -29,3 +29,10 @@ def test_pages_use_the_words_of_the_style():
         fine = ("there is no", "How dims are told")
         found += [f"{path.name}: {line}" for line in lines if words.search(line) and not any(f in line for f in fine)]
     assert not found, "\n".join(found)
+
+
+def test_pages_are_short():
+    """A page has some 120 lines. Listings to look things up in may have more."""
+    listings = {"api.md", "zoo-stages.md"}
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "docs").glob("*.md")}
+    assert {name: n for name, n in lengths.items() if n > 140 and name not in listings} == {}

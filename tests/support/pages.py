@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from tests.support.paths import ROOT
 
-FRAMEWORKS = ROOT / "docs/frameworks.md"  # each block a program of its own: test_frameworks.py runs them
+FRAMEWORKS = [ROOT / f"docs/{name}.md" for name in ("frameworks", "fsdp", "trainers", "pipeline")]
+"""Pages whose blocks are programs of their own: test_frameworks.py runs them."""
 
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.S | re.M)

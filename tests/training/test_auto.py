@@ -1,5 +1,7 @@
 """parallel=auto: the mesh and the method of the shortest step that fits, for a step that stays the same."""
 
+import shutil
+
 import pytest
 
 import dsp
@@ -63,7 +65,31 @@ def test_a_dry_run_measures_nothing(run, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("parallel=auto takes the first: dp_shard=1 sp=2\n")
 
 
-def test_a_run_on_what_was_chosen_is_the_run_of_one_process(trainer, whole_world, tmp_path):
+def resumed_here(mesh, arguments):
+    """On every rank: a resumption in which nothing may be measured or chosen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "measured", None)
+        patch.setattr(auto, "choose", None)
+        return run_here(mesh, arguments)
+
+
+def test_a_run_on_what_was_chosen_is_the_run_of_one_process_and_keeps_it(trainer, whole_world, tmp_path):
     runs = Runs(trainer, tmp_path)
-    whole_world(run_here, 2, runs.arguments("parallel=auto", *STAGES, "train.accumulation=2", "name=auto"))
-    alike(runs("train.accumulation=2"), tmp_path / "runs/auto")
+    arguments = runs.arguments("parallel=auto", *STAGES, "train.accumulation=2", "name=auto")
+    whole_world(run_here, 2, arguments)
+    directory, before = tmp_path / "runs/auto", tmp_path / "runs/before"
+    alike(runs("train.accumulation=2"), directory)
+
+    shutil.copytree(directory, before)
+    shutil.rmtree(directory / "checkpoints/step-00000004")
+    whole_world(resumed_here, 2, [*arguments, "resume=true"])
+    alike(before, directory, tolerance=0)
+
+    had, config = cfg.load([str(directory / "config.yaml")]), cfg.load([*arguments, "resume=true"])
+    kept = auto.kept(config, 2)
+    assert (kept.dp, kept.sp, kept.method) == (had.parallel.dp_shard, had.parallel.sp, had.parallel.method)
+    assert kept.recomputed == had.train.checkpoint_activations
+    assert auto.kept(config, 4) is None  # on other ranks it chooses again
+    assert auto.kept(cfg.load(arguments), 2) is None
+    shutil.rmtree(directory / "checkpoints")
+    assert auto.kept(config, 2) is None  # a run that never came so far may have run out of memory

@@ -155,9 +155,9 @@ def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_folder_of_clips_to_a_tuned_latte_of_diffusers(tmp_path, monkeypatch):
-    """The commands of docs/runs.md as they stand there, on two ranks, with a small Latte and small clips."""
+    """The commands of docs/finetune.md as they stand there, on two ranks, with a small Latte and small clips."""
     diffusers = pytest.importorskip("diffusers")
-    page = [block.text for block in blocks(ROOT / "docs/runs.md")]
+    page = [block.text for block in blocks(ROOT / "docs/finetune.md")]
     (tmp_path / "fine.yaml").write_text(next(text for text in page if "iddpm" in text))
     small = {"hidden": 32, "depth": 2, "heads": 2, "caption_channels": 16, "sample_size": 8}
     more = {

@@ -12,7 +12,7 @@ from zoo.training import config as cfg
 
 PATCHES = 4096  # the spatial sequence of every row
 
-PAGE = (ROOT / "docs/cluster.md").read_text()
+PAGE = (ROOT / "docs/paper.md").read_text()
 # table, GPUs, size, frames, sp, dp, batch a data-parallel group: as the page has them from the paper
 ROWS = re.findall(r"^\| (\d)[^|]* \| (\d+) \| (\w+) \| \[(\d+)x128x128\] \| (\d+) \| (\d+) \| (\d+) \|$", PAGE, re.M)
 NAMES = ["-".join(row) for row in ROWS]

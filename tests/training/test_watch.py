@@ -120,6 +120,32 @@ def test_rank_0_gone_is_said_by_rank_1(start, capsys):
     assert re.fullmatch(r"error: rank 0 \(on host\) is gone: .*\n", capsys.readouterr().err)
 
 
+def test_a_run_that_was_told_to_stop_says_so(start, capsys):
+    both = start()
+    time.sleep(0.1)
+    for progress in both.progress:
+        progress.stopped = "SIGTERM"
+    both.ends[0][1].shutdown(socket.SHUT_RDWR)
+    both.wait(0, 1)
+    said = capsys.readouterr().err
+    assert "error: the run was told to stop (SIGTERM), and rank 1 (process 100 on host) ended before it had a" in said
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in said
+    assert "gone" not in said
+
+
+def test_ranks_that_one_signal_ends_say_nothing(start, capsys):
+    """Each has seen the other end, and is about to."""
+    both = start()
+    time.sleep(0.1)
+    both.ends[0][1].shutdown(socket.SHUT_RDWR)
+    time.sleep(0.1)
+    for each in both.all:
+        each.closing.set()  # as its process ends
+        each.thread.join()
+    assert capsys.readouterr().err == ""
+    assert both.ended == {}
+
+
 def test_a_silent_rank_is_named(start, capsys):
     both = start(timeout=0.4)
     both.progress[1].doing = "step 3"

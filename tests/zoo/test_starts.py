@@ -4,7 +4,7 @@ The sources: DiT (`models.py`), PixArt-alpha, Open-Sora 1.0 (`stdit.py`) and Lat
 each; mamba_ssm (`mamba_simple.py`, `mamba2.py`, `mixer_seq_simple.py`); RWKV-LM (`RWKV-v5/src/model.py`); openfold
 (`openfold/model/`: `primitives.py::Linear` and who calls it; AF2's supplement, 1.11.4); openfold3
 (`core/config/default_linear_init_config.py`); google-research/axial (`nn.py`, `transformers.py`,
-`config_imagenet32.py`); Wan 2.1 (`wan/modules/model.py`). What differs docs/zoo.md says.
+`config_imagenet32.py`); Wan 2.1 (`wan/modules/model.py`). What differs docs/zoo-starts.md says.
 """
 
 import math

@@ -25,7 +25,9 @@ def opening(
     part = f", of which {amount(trained)} are trained" if trained < count else ""
     yield f"model   {named}: {amount(count)} parameters ({count:,}){part}"
     times = f"{batch} x {again}" if again > 1 else f"{batch}"
-    yield f"data    {config.data.name}: {times} samples a step and group, each {task.describe()}"
+    words = task.describe()
+    each = f", each {words}" if words else f", from a data set of {len(task.train)}" if hasattr(task, "train") else ""
+    yield f"data    {config.data.name}: {times} samples a step and group{each}"
     mesh = f"dp_replicate={replicate} x dp_shard={shard} x sp={sp}"
     yield f"mesh    {mesh}: {number_of(replicate * shard * sp, 'rank')}, {kind}, {config.train.precision}"
     calls = sum(plan.calls.values())

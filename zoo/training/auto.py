@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from math import gcd
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import dsp
 from dsp.embedded import Timing
 from dsp.hardware import clock
-from zoo.training import UserError
-from zoo.training.config import Config, create_task
+from zoo.training import UserError, checkpoint
+from zoo.training.config import Config, create_task, load
 from zoo.training.dry_run import Memory, steps_on
 from zoo.training.model import compute_dtype, known_hardware, without_weights
 from zoo.training.tracking import number_of, size
@@ -73,6 +74,23 @@ class Choice(NamedTuple):
     def applied(self, config: Config) -> Config:
         """The configuration with it."""
         return applied(config, self.dp, self.sp, self.method, self.recomputed)
+
+
+def kept(config: Config, world: int) -> Choice | None:
+    """The mesh and method of the run that goes on, if they fit as many ranks: its steps stay the same, bit for bit."""
+    directory = Path(config.runs_dir) / str(config.name)
+    if not config.resume or not checkpoint.found(directory / "checkpoints"):
+        return None
+    try:
+        before = load([str(directory / "config.yaml")])
+    except UserError:  # another version wrote it
+        return None
+    own, recomputed = before.parallel, before.train.checkpoint_activations
+    dp, sp = own.dp_shard, own.sp or 0
+    if own.dp_replicate != 1 or dp * sp != world or batches_of(config) % dp:
+        return None
+    text = f"parallel=auto keeps what the run had: dp_shard={dp} sp={sp} {own.method}, recomputed: {recomputed}"
+    return Choice(dp, sp, own.method, recomputed, text)
 
 
 def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:

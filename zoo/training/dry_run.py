@@ -38,8 +38,8 @@ def dry_run(config: Config) -> None:
     task, hardware = create_task(config), known_hardware(config)
     model, objective, _ = without_weights(config, task)
     plan = make_plan(config, task, objective, sp, route=foreseen_route(config, hardware))
-    memory = Memory(config, task, model)
-    count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch} x {task.describe()}"
+    memory, words = Memory(config, task, model), task.describe()
+    count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch}{words and f' x {words}'}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
     print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {number_of(world, 'rank')}\n\n{plan.text()}")
     print(
@@ -100,11 +100,12 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
     if config.train.offload and device.type == "cuda":
         weights = 0
     if (weights + plan.peak) * ranks > there:  # roughly; it takes time to say it exactly
-        need = Memory(config, task, model).total(sp) * ranks
+        need, words = Memory(config, task, model).total(sp) * ranks, task.describe()
         if need > there:
             raise UserError(
-                f"a training step needs {size(need)} on a device or host that has {size(there)}: {task.describe()}, "
-                f"batch {config.train.batch}, model {config.model.name}; dry_run=true says what would fit"
+                f"a training step needs {size(need)} on a device or host that has {size(there)}: batch "
+                f"{config.train.batch}{words and f' x {words}'}, model {config.model.name}; dry_run=true says what "
+                "would fit"
             )
 
 

@@ -289,7 +289,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
+        self.name = self.progress.stopped = signal.Signals(number).name
 
     @property
     def requested(self) -> bool:

@@ -51,15 +51,15 @@ class Parallel:
     )
     wire: Any = option(
         "same", "type of what a switch sends: same, bf16, fp8 or int8; {forward: fp8, backward: bf16} for each way by "
-        "itself (docs/numerics.md)",
+        "itself (docs/wire.md)",
     )  # fmt: skip
     route: str = option(
         "direct", "way of switches where sp is longer than a node: direct; hierarchical, within nodes first; rounds; "
-        "or auto, the quickest for each size by links that are measured (docs/cluster.md)",
+        "or auto, the quickest for each size by links that are measured (docs/routes.md)",
     )  # fmt: skip
     overlap: Any = option(
         None, "switches travel while the stages before them compute, in 2 to 4 pieces; auto: where that saves time by "
-        "the links, measured; null: not (docs/cluster.md)",
+        "the links, measured; null: not (docs/overlap.md)",
     )  # fmt: skip
     memory: float | None = option(
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0

@@ -199,8 +199,8 @@ class Task(ABC):
             yield 0, len(part), self.samples([(0, i % len(self.validation)) for i in part], False)
 
     def describe(self) -> str:
-        """One sample in words and numbers: '8 frames of 12 x 12'."""
-        return f"one of {len(self.train)}" if hasattr(self, "train") else "one sample"
+        """One sample in words and numbers: '8 frames of 12 x 12'. By default nothing, ''."""
+        return ""
 
 
 class Show:

@@ -22,6 +22,7 @@ from zoo.data.limits import parse_json
 from zoo.training import UserError, flight, printable
 
 BEAT = 1.0  # seconds between two signs of life
+GRACE = 0.5  # seconds between the end of a rank and the word on it: a signal to all ends one before the other
 PATIENCE = 3.0  # seconds that a rank waits for what the others have to say of an error
 LINGER = 20.0  # seconds that a rank with an error has for its own clean-up
 HOME = Path(__file__).resolve().parents[2]
@@ -37,6 +38,7 @@ class Progress:
 
     count: int = 0
     doing: str = "the start"
+    stopped: str = ""  # the signal that told this rank to stop
     thread: int = field(default_factory=threading.get_ident)
     model: Any = None  # whose modules a flight record names
     folder: Path | None = None  # where it is written
@@ -115,6 +117,7 @@ class Watch:
         self.lock = threading.Lock()
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.doubt: tuple[float, str, int] | None = None  # an error of another rank that this one may have, too
+        self.ended: tuple[float, Peer] | None = None  # the first whose connection closed, and when
         self.thread = threading.Thread(target=self._watch, daemon=True, name="watch")
         self.thread.start()
         os.register_at_fork(after_in_child=self._forget)
@@ -204,7 +207,7 @@ class Watch:
             peer.left = True
         elif "end" in message and not peer.left:
             if self.doubt is None:
-                self._lose(f"{peer} is gone: it was killed or it crashed. Last it was in {peer.place}")
+                self.ended = self.ended or (now, peer)
             peer.left = True
 
     def _judge(self, now: float) -> None:
@@ -212,6 +215,8 @@ class Watch:
             self._end(f"error: torchrun (process {self.parent}), which started rank {self.rank}, is gone", 1)
         if self.doubt is not None and now - self.doubt[0] > PATIENCE:
             self._end(*self.doubt[1:])
+        if self.ended is not None and now - self.ended[0] > GRACE:
+            self._miss(self.ended[1])
         here = [peer for peer in self.peers.values() if not peer.left]
         for peer in here:
             if now - peer.heard > self.timeout:
@@ -219,6 +224,18 @@ class Watch:
                 self._lose(f"{silent}: it is stopped, or its host is gone. Last it was in {peer.place}")
         if self.rank == 0 and here:
             self._hang(now, here)
+
+    def _miss(self, peer: Peer) -> None:
+        """End the run for a rank that is gone, by itself or as the run was told to stop."""
+        last = f"Last it was in {peer.place}"
+        if self.progress.stopped:
+            told = f"the run was told to stop ({self.progress.stopped}), and {peer} ended before it had a checkpoint"
+            late = (
+                "torchrun kills ranks 30 s after the signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives them longer"
+            )
+            self._end(f"error: {told}: {late}. {last}", 1)
+        else:
+            self._lose(f"{peer} is gone: it was killed or it crashed. {last}")
 
     def _hang(self, now: float, here: list[Peer]) -> None:
         """No rank gets on: who keeps the others waiting?"""

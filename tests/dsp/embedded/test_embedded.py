@@ -195,7 +195,7 @@ def build_meta(name: str, **overrides: int) -> tuple[nn.Module, dict[str, Tensor
     ("name", "method", "size", "message"),
     [
         ("transformer2d", "rings", 2, "method='rings': expected one of 'dsp', 'ulysses', 'ring'"),
-        ("st_mamba", "ring", 2, "names no attention cores, so ring has no place to go"),
+        ("st_mamba", "ring", 2, "names no attention cores, which ring needs"),
         ("transformer2d", "ulysses", 8, "ulysses deals 4 heads over 8 ranks.*parallel.sp=4"),
     ],
 )
@@ -210,8 +210,8 @@ def test_cores_that_do_not_fit_are_errors() -> None:
     core = "blocks.*.spatial.attention.core"
     for cores, message in [
         ({"blocks.*.spatial.core": "(b t) [s] h [e]"}, "matches no submodule"),
-        ({core: "(b t) [s] h [e]"}, "should describe queries, keys and values"),
-        ({core: "(b t) [s] c [e], (b t) [s] c [e], (b t) [s] c [e]"}, "under names that its stage"),
+        ({core: "(b t) [s] h [e]"}, "expected patterns of queries, keys and values"),
+        ({core: "(b t) [s] c [e], (b t) [s] c [e], (b t) [s] c [e]"}, "under names that are not in its stage"),
         ({"blocks.*.temporal.attention.core": "(b s) [n] h [e]"}, "compute over no dim of their stage"),
     ]:
         model.cores = cores

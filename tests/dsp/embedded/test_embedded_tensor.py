@@ -113,7 +113,7 @@ def test_heads_must_divide(method: str) -> None:
 
 def test_refusals() -> None:
     for method in MEGATRON:
-        with pytest.raises(ValueError, match="names no linear layers to be cut"):
+        with pytest.raises(ValueError, match="names no linear layers to cut"):
             plan_of(method, 2, "st_mamba")
     with pytest.raises(ValueError, match="no such dim in its first input"):
         dsp.embedded.plan(build("latte"), size=2, method="megatron_sp", along="h", gather_output=False)
@@ -121,7 +121,7 @@ def test_refusals() -> None:
         plan_of("dap", 2)
     for text, message in (
         ("column", "write 'columns' or 'rows'"), ("columns 5", "144 columns, which 5 heads do not divide"),
-        ("rows", "columns and then, as its last layer, one linear layer of rows"),
+        ("rows", "with 'columns', and one with 'rows' as its last layer"),
     ):  # fmt: skip
         model = build("latte")
         model.tensor_parallel["blocks.*.spatial.attention.qkv"] = text

@@ -263,10 +263,10 @@ def test_places_that_a_part_would_count_anew_are_refused_inside_a_stage() -> Non
     assert " h " in planned(Alike(), "b h [n c]")
     assert " b " in planned(Heads(), "b [h n c]")
     assert " b " in planned(Documents(True), "b [h n c], ids=b [n]", "x=b h n c, ids=b n")
-    with pytest.raises(dsp.NotationError, match=r"reads which head it is at, .* Write \[h\] in 'b h \[n c\]'"):
+    with pytest.raises(dsp.NotationError, match=r"reads the index of the head, .* Write \[h\] in 'b h \[n c\]'"):
         planned(Heads(), "b h [n c]")
     for given in (False, True):  # whole on every rank, either way
-        with pytest.raises(dsp.NotationError, match=r"reads which sample it is at, .* with a pattern that has 'b'"):
+        with pytest.raises(dsp.NotationError, match=r"reads the index of the sample, .* with a pattern that has 'b'"):
             planned(Documents(given), "b h [n c]")
 
 

@@ -219,7 +219,7 @@ def refused(_: Any) -> None:
     tensor_parallel(between, mesh["tp"])
     stages = {name: pattern for name, pattern in Part.stages.items() if name != "mlp"}
     dsp.parallelize(between, mesh["sp"], stages)
-    with pytest.raises(GlueError, match=r"a module whose weights lie on another mesh.* must be a stage or inside of"):
+    with pytest.raises(GlueError, match=r"A module whose weights are on another mesh.* must be a stage or inside of"):
         between(x)
 
     cut = Part()

@@ -490,7 +490,7 @@ def test_ranks_that_hold_different_inputs(mesh: DeviceMesh, how: str, says: str)
 
 
 def test_refused_in_plain_words(mesh: DeviceMesh) -> None:
-    """Those that docs/your-own-model.md does not show."""
+    """Those that docs/troubleshooting.md does not show."""
     grid = toys.make("Grid")
     with pytest.raises(dsp.NotationError, match="lies inside stage"):
         dsp.parallelize(grid, mesh, {"space.*": "b t [s c]", "space.*.norm": "b t s [c]"})

@@ -159,7 +159,7 @@ def shifted_and_written(x: Tensor) -> Tensor:
     return x[:, 1:, 1:, 1:] * later.relu()
 
 
-LATE = ["writes in place, but its tensor, or a view of it, first had to be switched or gathered", "out of place"]
+LATE = ["wrote in place into a copy: its tensor, or a view of it, had to be switched or gathered first", "out of place"]
 
 # model -> what the error says
 REFUSED: dict[str, tuple[Any, list[str]]] = {
@@ -172,7 +172,8 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
         ["stage 'space'", "'norm' is a BatchNorm2d in training", "not independent along t", "Write [t]"],
     ),
     "a stage that returns a size": (
-        lambda: Small(Fn(counts), by_count), ["stage 'space' returned", "a size of its part", "put [t] in brackets"],
+        lambda: Small(Fn(counts), by_count),
+        ["stage 'space' returned", "depends on the length of 't'", "Put [t] in brackets"],
     ),
     "a write into the model's own input": (
         lambda: Small(first=lambda x: x.mul_(2)),
@@ -183,7 +184,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "a stage that writes into its part of a whole tensor": (
         lambda: Small(Fn(adds), first=lambda x: torch.ones(x.shape) * 2),
-        ["stage 'space' writes in place into its part of a tensor that is whole", "out of place"],
+        ["stage 'space' writes in place into its shard of a tensor that is replicated", "out of place"],
     ),
     "a stage whose input is needed as it was in another layout": (
         lambda: UsedAgain(Fn(adds)), ["stage 'space'", *LATE],

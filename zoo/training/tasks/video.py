@@ -6,13 +6,16 @@ c channels, t frames, h w height and width.
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
 from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
@@ -166,6 +169,23 @@ class Sample:
     )
 
 
+class Lookups(TorchFunctionMode):
+    """The tables that a forward looks a label up in, by their rows."""
+
+    def __init__(self, label: Tensor) -> None:
+        super().__init__()
+        self.labels, self.rows = [label], list[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if any(x is label for x in args for label in self.labels):
+            if func in (F.embedding, Tensor.__getitem__):
+                self.rows.append(args[func is F.embedding].shape[0])
+            elif isinstance(made, Tensor) and made.dtype == self.labels[0].dtype:  # a view or a copy of the labels
+                self.labels.append(made)
+        return made
+
+
 class Task(task.Task):
     """Diffusion on clips: a rank holds a range of the frames of each."""
 
@@ -230,6 +250,8 @@ class Task(task.Task):
             raise UserError(
                 f"sample.guidance={self.config.sample.guidance} needs a model that is told the class or a caption"
             )
+        if self.num_classes is not None and "label" in inputs:
+            self.refuse_short_table(model, inputs)
         self.refuse_unused()
         first, some = self.config.objective.first_frame, self.config.objective.random_frames
         shares = f"objective.first_frame={first} and objective.random_frames={some}"
@@ -243,6 +265,24 @@ class Task(task.Task):
         self.patch = getattr(model.config, "patch", (1, 1, 1))
         self.tokens = self.tokens_of(self.clip)
         return model
+
+    def refuse_short_table(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+        """Raise UserError if the model looks labels up in too short a table. On meta tensors a lookup never raises."""
+        if any(p.device.type != "meta" for p in model.parameters()):
+            return
+        objective, sample = self.config.objective, self.config.sample
+        none = objective.label_dropout > 0 or sample.guidance != 1  # whether `num_classes`, no class, is a label
+        with torch.no_grad(), Lookups(inputs["label"]) as found, suppress(Exception):
+            model(**inputs)  # a forward that fails without data is planned, and refused, by a real run
+        if found.rows and min(found.rows) < self.num_classes + none:
+            last = (
+                f"; label {self.num_classes} stands for no class (objective.label_dropout={objective.label_dropout:g}, "
+                f"sample.guidance={sample.guidance:g})"
+            )
+            raise UserError(
+                f"model {self.config.model.name} looks labels up in a table of {min(found.rows)} rows: expected "
+                f"{self.num_classes + none}, for labels 0 to {self.num_classes + none - 1}{last if none else ''}"
+            )
 
     def refuse_unused(self) -> None:
         """Raises UserError for an option of the objective that the other one has."""
