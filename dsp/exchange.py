@@ -96,7 +96,7 @@ def alone(out: Tensor) -> Tensor:
     return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
 
 
-class Dealing(Protocol):
+class Dealt(Protocol):
     """The numbers that ranks send to each other: `total` of all ranks, and by one of them to each."""
 
     @property
@@ -107,7 +107,7 @@ class Dealing(Protocol):
 class InUnits(NamedTuple):
     """The same in other units, such as bytes, of several dealings, each with how many units so many numbers are."""
 
-    parts: Sequence[tuple[Dealing, Callable[[int], int]]]
+    parts: Sequence[tuple[Dealt, Callable[[int], int]]]
 
     @property
     def total(self) -> int:
@@ -136,7 +136,7 @@ class Listed(NamedTuple):
 
 def exchanged(
     send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
-    dealing: Dealing | None = None, *, later: bool = False,
+    dealing: Dealt | None = None, *, later: bool = False,
 ) -> Tensor:  # fmt: skip
     """To each rank its part of a flat tensor; if `later`, to be waited for, and unpacked of `form`. It goes directly,
     unless `dealing` says what all ranks send and the group has other ways."""
@@ -155,7 +155,7 @@ def exchanged(
     return out if flat.dtype == send.dtype else out.view(send.dtype)
 
 
-def in_legs(flat: Tensor, width: int, group: str, dealing: Dealing | None) -> Dealing | None:
+def in_legs(flat: Tensor, width: int, group: str, dealing: Dealt | None) -> Dealt | None:
     """The dealing of an exchange that goes in legs, in numbers of a flat tensor, of which `width` are one dealt; None
     if it goes directly."""
     ways = ways_of(group)[1]
@@ -165,7 +165,7 @@ def in_legs(flat: Tensor, width: int, group: str, dealing: Dealing | None) -> De
     return None if ways.way(dealing.total * flat.element_size()) == DIRECT else dealing
 
 
-def begun(flat: Tensor, comes: Sequence[int], group: str, dealing: Dealing) -> Legs:
+def begun(flat: Tensor, comes: Sequence[int], group: str, dealing: Dealt) -> Legs:
     """An exchange under way in legs, to be waited for."""
     name, ways = ways_of(group)
     assert ways is not None
@@ -202,7 +202,7 @@ class Arrival:
 
 def launched(
     send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
-    dealing: Dealing | None = None,
+    dealing: Dealt | None = None,
 ) -> Callable[[], Tensor]:  # fmt: skip
     """The same under way: a function that waits for what arrives. To be called once, in the kernel that launched it."""
     if form is not None:

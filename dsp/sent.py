@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsp.collectives import added_in
-from dsp.exchange import Dealing, InUnits, Listed, by_value, joint_plan, ranks, switch_plan
+from dsp.exchange import Dealt, InUnits, Listed, by_value, joint_plan, ranks, switch_plan
 from dsp.planner import chunk_sizes
 from dsp.routes import DIRECT, ways_of
 from dsp.wire import SAME, format_of
@@ -19,7 +19,7 @@ class Collective(NamedTuple):
     kind: str  # under which it is counted
     sent: Callable[..., int]  # bytes, of the arguments of the op
     calls: Callable[..., int] | None = None  # how many it makes, likewise; None: one
-    dealt: Callable[..., Sequence[Dealing]] | None = None  # bytes in each of them, of one that may go in legs
+    dealt: Callable[..., Sequence[Dealt]] | None = None  # bytes in each of them, of one that may go in legs
 
     def counted(self, *args: Any) -> Sequence[tuple[str, int, int]]:
         """The kinds under which it is counted, each with calls and bytes."""
@@ -42,7 +42,7 @@ def counts(
     kind: str,
     *names: str,
     calls: Callable[..., int] | None = None,
-    dealt: Callable[..., Sequence[Dealing]] | None = None,
+    dealt: Callable[..., Sequence[Dealt]] | None = None,
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Put ops into the table; what is decorated has the bytes of one call with such arguments."""
 
@@ -74,7 +74,7 @@ def in_format(wire: str, dtype: torch.dtype, numbers: Sequence[int]) -> int:
 def dealt(
     x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Sequence[int] = (),
     dst_pieces: Sequence[int] = (), wire: str = SAME, back: str = SAME,
-) -> list[Dealing]:  # fmt: skip
+) -> list[Dealt]:  # fmt: skip
     """The bytes that ranks send to each other in the exchange of a switch."""
     form = format_of(wire, x.dtype)
     nbytes = x.element_size().__mul__ if form is None else form.nbytes
@@ -83,14 +83,14 @@ def dealt(
 
 def dealt_each(
     xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any
-) -> list[Dealing]:
+) -> list[Dealt]:
     return [one for where in zip(xs, src, dst, src_size) for one in dealt(*where, group, *pieces)]
 
 
 def dealt_many(
     xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int] = (),
     wire: str = SAME, back: str = SAME,
-) -> list[Dealing]:  # fmt: skip
+) -> list[Dealt]:  # fmt: skip
     parts = []
     for own in by_value(len(xs), of):
         form = format_of(wire, xs[own[0]].dtype)
@@ -133,7 +133,7 @@ def switch_among(x: Tensor, src: int, dst: int, src_parts: Any, dst_parts: list[
     return nbytes(x) * (size - dst_parts[among.index(ranks(group)[1])]) // max(size, 1)
 
 
-def dealt_in_legs(x: Tensor, total: int, comes: Any, rows: Sequence[int], group: str) -> list[Dealing]:
+def dealt_in_legs(x: Tensor, total: int, comes: Any, rows: Sequence[int], group: str) -> list[Dealt]:
     return [InUnits([(Listed.of(total, rows, group), x.element_size().__mul__)])]
 
 

@@ -50,7 +50,7 @@ FAULTS = [
     Fault(
         "nodes that have unequal shares of an axis are taken for equal ones",
         "dsp/routes.py",
-        "if len({*shares}) > 1 or (size > node and size % node):",
+        "if len({*shares}) != 1 or (size > node and size % node):",
         "if size > node and size % node:",
         "dsp/test_routes::test_unequal_nodes_switch_directly_and_say_so",
     ),

@@ -65,14 +65,14 @@ def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | Non
         if not spans:
             return _attend(query, key, value, **named)
         pieces = zip(query.split([stop - start for start, stop in spans], -2), spans)
-        made = [_last_rows(q, key.narrow(-2, 0, k), value.narrow(-2, 0, k), **named) for q, (_, k) in pieces]
+        made = [last_rows(q, key.narrow(-2, 0, k), value.narrow(-2, 0, k), **named) for q, (_, k) in pieces]
         return torch.cat(made, -2)
 
     place = next(i for i, o in enumerate(f.operands()) if o is q)
     return Outcome(Cut(q.ndim - 2), size, func=local, deal=Dealt(place, deal), load=deal.causal_load)
 
 
-def _last_rows(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def last_rows(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Causal attention of the last queries to all keys."""
     rows, places = query.shape[-2], key.shape[-2]
     if rows == places or 0 in query.shape[:-1]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsp.rules.attention import last_rows
 from tests.support.embedded import two_blocks
 from tests.support.scans import KINDS, arguments, run
 from zoo.scan import cuda_kernel, recurrence, scan
@@ -63,3 +64,21 @@ def test_scan_of_more_sequences_than_a_grid_has_rows():
 def test_blocks_of_ring_attention_agree(dtype, tolerance, causal):
     """The kernels that give a log-sum-exp, merged over two blocks, and their backward."""
     two_blocks("cuda", dtype, tolerance, causal)
+
+
+@pytest.mark.parametrize(("rows", "places"), [(24, 40), (1, 40), (40, 40)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
+def test_causal_attention_of_the_last_queries_agrees(dtype, tolerance, rows, places):
+    """Kernels without a mask in memory, and with one, against float64: outputs and gradients, of heads that share keys."""
+    torch.manual_seed(0)
+    given = [torch.randn(2, heads, n, 16, device="cuda") for heads, n in ((4, rows), (2, places), (2, places))]
+
+    def step(attend, kind, **options):
+        leaves = [x.to(kind).requires_grad_() for x in given]
+        out = attend(*leaves, enable_gqa=True, **options)
+        return out, *torch.autograd.grad(out.double().square().sum(), leaves)
+
+    seen = torch.ones(rows, places, dtype=torch.bool, device="cuda").tril(places - rows)
+    exact = step(torch.nn.functional.scaled_dot_product_attention, torch.float64, attn_mask=seen)
+    for ours, wanted in zip(step(last_rows, dtype), exact):
+        assert (ours.double() - wanted).norm() < tolerance * wanted.norm()
