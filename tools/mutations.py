@@ -287,10 +287,10 @@ FAULTS = [
     ),
     Fault(
         "in ring attention every rank takes its own keys for late ones",
-        "dsp/embedded/ring.py",
-        "found = block(q, kv[0], kv[1], causal and owner == rank)",
-        "found = block(q, kv[0], kv[1], False)",
-        "dsp/embedded/test_embedded",
+        "dsp/embedded/pairs.py",
+        "out, lse = block(q, k, v, True)",
+        "out, lse = block(q, k, v, False)",
+        "dsp/embedded/test_causal",
     ),
     Fault(
         "where no key is to be seen attention is not a number",

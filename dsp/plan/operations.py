@@ -16,7 +16,7 @@ from dsp.plan.operation import Combo, Offers, Operation
 from dsp.plan.record import OperationNode, Record, Ref
 from dsp.plan.values import Values, first_part, is_batch
 from dsp.planner import Choice, Layout, Op, length
-from dsp.rules import SOURCES, Dealt, GlueError, Outcome, source_cuts
+from dsp.rules import SOURCES, DealtRows, GlueError, Outcome, source_cuts
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED, FILLED
 
@@ -361,7 +361,7 @@ class Operations(Values):
         apart = tuple(pieces) if len(pieces) == len(op.outputs) else ()
         return Passing("rows", "rows", tuple(there), tuple(back), apart) if any(there) else None
 
-    def dealt(self, op: Operation, dealing: Dealt, cut: Cut) -> Passing | None:
+    def dealt(self, op: Operation, dealing: DealtRows, cut: Cut) -> Passing | None:
         """The traffic of an operand whose rows are dealt to the ranks, and of results that are brought back."""
         deal, x = dealing.deal, op.tracked[dealing.operand]
         none, after, pieces = (0,) * self.n, list[tuple[int, ...]](), list[tuple[int, ...]]()

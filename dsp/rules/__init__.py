@@ -11,7 +11,7 @@ from __future__ import annotations
 from dsp.rules import along, attention, elementwise, flex, joins, products, sequences, shape, windows
 from dsp.rules.call import (
     RULES,
-    Dealt,
+    DealtRows,
     Frame,
     GlueError,
     Operand,
@@ -27,6 +27,6 @@ from dsp.rules.sources import SOURCES, localize_source, source_cuts
 MODULES = along, attention, elementwise, flex, joins, products, sequences, shape, windows
 
 __all__ = [
-    "RULES", "SOURCES", "Dealt", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "replaced",
+    "RULES", "SOURCES", "DealtRows", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "replaced",
     "source_cuts", "tensor_args", "without_operands",
 ]  # fmt: skip

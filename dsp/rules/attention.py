@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from dsp.deal import RowDeal
 from dsp.layout import Cut, chunk
 from dsp.rows import Rows
-from dsp.rules.call import Dealt, Frame, Operand, Outcome, align, rule
+from dsp.rules.call import DealtRows, Frame, Operand, Outcome, align, rule
 
 Heads = Callable[[Tensor], Tensor]  # of the keys' heads that a rank read, one for each head of its queries
 
@@ -69,7 +69,7 @@ def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | Non
         return torch.cat(made, -2)
 
     place = next(i for i, o in enumerate(f.operands()) if o is q)
-    return Outcome(Cut(q.ndim - 2), size, func=local, deal=Dealt(place, deal), load=deal.causal_load)
+    return Outcome(Cut(q.ndim - 2), size, func=local, deal=DealtRows(place, deal), load=deal.causal_load)
 
 
 def last_rows(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

@@ -41,7 +41,7 @@ class Operand:
         return len(self.shape)
 
 
-class Dealt(NamedTuple):
+class DealtRows(NamedTuple):
     """An operand, by number, whose rows are dealt to the ranks, and the results, by number, that are brought back."""
 
     operand: int
@@ -80,7 +80,7 @@ class Outcome:
     rows: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
     numbers: Numbers | None = None
-    deal: Dealt | None = None
+    deal: DealtRows | None = None
     load: float = 1.0
 
 

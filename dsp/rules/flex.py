@@ -15,7 +15,7 @@ from dsp.deal import RowDeal, deal_of
 from dsp.layout import Cut, chunk
 from dsp.private import _disable_current_modes, compiling
 from dsp.rules.attention import shared_heads
-from dsp.rules.call import Dealt, Frame, GlueError, Outcome, rule
+from dsp.rules.call import DealtRows, Frame, GlueError, Outcome, rule
 from dsp.sharded import Sharded
 
 KERNELS = 64  # pairs of functions, and kinds of shapes, that the kernel of one process is compiled for
@@ -133,7 +133,7 @@ def deal_queries(f: Frame, outcome: Outcome) -> None:
     assert cut is not None
     if (deal := dealt(f.args[4], f.n, q.shape[2], k.shape[2])) is not None:
         asked = options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", True)
-        outcome.deal = Dealt(0, deal, (0, *(i for i, asks in enumerate(asked, 1) if asks)))
+        outcome.deal = DealtRows(0, deal, (0, *(i for i, asks in enumerate(asked, 1) if asks)))
         outcome.func = OfPieces(cut, *chunk(deal.size, f.n, f.rank), outcome.deal, f.rank)
 
 
@@ -223,7 +223,7 @@ class Local:
 class OfPieces(Local):
     """The kernel on queries that were dealt to this rank in whole blocks; it holds `own` from `start` on."""
 
-    def __init__(self, cut: Cut, start: int, own: int, dealing: Dealt, rank: int) -> None:
+    def __init__(self, cut: Cut, start: int, own: int, dealing: DealtRows, rank: int) -> None:
         super().__init__(cut, start, own, dealing.deal.size, None)
         self.deal, self.rank, self.results = dealing.deal, rank, dealing.results
 

@@ -16,7 +16,7 @@ from dsp.deal import collect_rows, deal_rows
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.randomness import forked
-from dsp.rules import Dealt, Outcome, localize_source, replaced, without_operands
+from dsp.rules import DealtRows, Outcome, localize_source, replaced, without_operands
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
 from dsp.run.recipes import GlueCall, Recipe
@@ -100,7 +100,7 @@ def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]
         return out
 
 
-def collected(op: GlueCall, outcome: Outcome, dealing: Dealt, out: Any) -> Any:
+def collected(op: GlueCall, outcome: Outcome, dealing: DealtRows, out: Any) -> Any:
     """Results of rows that were dealt, at the ranks that hold them."""
     cut, group = outcome.cut, op.run.axis.group
     assert cut is not None

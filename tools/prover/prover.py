@@ -165,7 +165,7 @@ class _Whole:
         """
         inputs: list[Any] = [t * 1 if t.requires_grad and self.writes else t for t in leaves]  # no leaf may be written
         for i, spans in (rows or {}).items():
-            if isinstance(spans, Dealt):
+            if isinstance(spans, DealtRows):
                 inputs[i] = spans.of(inputs[i])
                 continue
             read = [inputs[i].narrow(dim, a, b - a) for dim, (a, b) in spans]
@@ -212,7 +212,7 @@ class _Whole:
             locals_ = self.leaves([part(t, c, n, rank) for t, c in zip(self.tensors, taken)])
             named = kwargs if outcome.kwargs is None else outcome.kwargs
             spans: dict[int, Any] = {i: [(r.dim, r.spans[rank]) for r in rows] for i, rows in outcome.rows.items()}
-            spans |= {i: Dealt.to(rank, outcome.deal.deal, cuts[i].dim) for i in dealt}
+            spans |= {i: DealtRows.to(rank, outcome.deal.deal, cuts[i].dim) for i in dealt}
             call_args = args if outcome.args is None else outcome.args
             ranks.append(_Rank(rank, taken, locals_, (call_args, named), operands, spans))
         if refusals and outcomes:
@@ -249,7 +249,7 @@ class _Whole:
                     return f"{outcome.cut} of {outcome.size} is said of a result of {list(one.shape)}"
                 held = partial(part, cut=outcome.cut, n=n, rank=rank)
                 if outcome.deal is not None and i in outcome.deal.results:
-                    held = Dealt.to(rank, outcome.deal.deal, outcome.cut.dim).of
+                    held = DealtRows.to(rank, outcome.deal.deal, outcome.cut.dim).of
                 expected = held(one)
                 if mine.dtype != one.dtype or mine.shape != expected.shape:
                     return f"rank {rank} has {mine.dtype} {list(mine.shape)}, not {one.dtype} {list(expected.shape)}"
@@ -290,14 +290,14 @@ def _scatter(total: Tensor, cut: Cut, n: int, rank: int, g: Tensor) -> None:
     total.index_add_(cut.dim, index, g)
 
 
-class Dealt(NamedTuple):
+class DealtRows(NamedTuple):
     """Rows of a dim that are dealt to one rank."""
 
     dim: int
     rows: Tensor
 
     @classmethod
-    def to(cls, rank: int, deal: RowDeal, dim: int) -> Dealt:
+    def to(cls, rank: int, deal: RowDeal, dim: int) -> DealtRows:
         return cls(dim, torch.tensor([row for span in deal.spans(rank) for row in range(*span)], dtype=torch.long))
 
     def of(self, whole: Tensor) -> Tensor:
