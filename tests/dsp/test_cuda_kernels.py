@@ -69,7 +69,7 @@ def test_blocks_of_ring_attention_agree(dtype, tolerance, causal):
 @pytest.mark.parametrize(("rows", "places"), [(24, 40), (1, 40), (40, 40)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
 def test_causal_attention_of_the_last_queries_agrees(dtype, tolerance, rows, places):
-    """Kernels without a mask in memory, and with one, against float64: outputs and gradients, of heads that share keys."""
+    """Kernels without a mask in memory, and with one, against float64: outputs, gradients, heads that share keys."""
     torch.manual_seed(0)
     given = [torch.randn(2, heads, n, 16, device="cuda") for heads, n in ((4, rows), (2, places), (2, places))]
 
