@@ -247,6 +247,7 @@ _shapes(
     ),
 )
 _shapes("in_legs", lambda s, total, comes, rows, group: [sum(comes)])
+_shapes("start", lambda s, out_splits, in_splits, group: [sum(out_splits)])
 _shapes("gather", lambda s, dim, size, group, pieces=(): _resized(s, {dim: size}))
 _shapes("reduce_scatter", lambda s, dim, group, pieces=(): _resized(s, {dim: _own(tuple(pieces) or s[dim], group)}))
 _shapes("all_reduce", lambda s, group: s)

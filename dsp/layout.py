@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 from dsp.gradients import GuardedWrap, HandedOver, Wrap, global_stride
 from dsp.planner import Extent, chunk_sizes
 from dsp.private import DTensorSpec, TensorMeta, _StridedShard
-from dsp.routes import STRAIGHT, Ways
+from dsp.routes import STRAIGHT, Route, Ways
 from dsp.wire import AS_IT_IS, Wire
 
 
@@ -128,7 +128,7 @@ class Axis:
         return self  # a copy of a model has the same ranks
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, wire: Wire = AS_IT_IS, ways: Ways = STRAIGHT) -> Axis:
+    def of(cls, mesh: DeviceMesh, wire: Wire = AS_IT_IS, route: Route | None = None) -> Axis:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
                 f"mesh must be a 1-D torch DeviceMesh, not {type(mesh).__name__}; "
@@ -139,6 +139,7 @@ class Axis:
                 f"mesh must be 1-D, but has axes {mesh.mesh_dim_names or mesh.ndim}; pass the sequence-parallel slice, "
                 'mesh["sp"]'
             )
+        ways = STRAIGHT if route is None else route.over(mesh.size())
         return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, wire, ways)
 
     def at(self, shape: Sequence[int], cut: Cut) -> At:

@@ -324,8 +324,8 @@ FAULTS = [
     Fault(
         "attention looks past where its mask is cut",
         "dsp/rules/attention.py",
-        "align(f, rows if along_rows else operands)",
-        "align(f, rows[:1] if along_rows else operands)",
+        "aligned(f, rows, ndim)",
+        "aligned(f, rows[:1], ndim)",
         "dsp/rules/test_prover::test_a_mask_that_is_cut_another_way",
     ),
     Fault(

@@ -178,7 +178,7 @@ def parallelize(
     ValueError for a method that does not fit the model.
     """
     mesh, route = Route.along(mesh, route)
-    axis = Axis.of(mesh, Wire.of(wire), route.over(mesh.size()))
+    axis = Axis.of(mesh, Wire.of(wire), route)
     if axis.size > 1:
         travels = {"wire": axis.wire, "route": axis.ways}
         named = {name: getattr(model, name, None) for name in ("stages", "cores", "tensor_parallel", "dap")}

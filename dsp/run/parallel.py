@@ -138,7 +138,7 @@ def parallelize(
         )
     batches, mesh = axes_of(model, mesh)
     mesh, route = Route.along(mesh, route)
-    axis = Axis.of(mesh, Wire.of(wire), route.over(mesh.size()))
+    axis = Axis.of(mesh, Wire.of(wire), route)
     if (parts := parts_of(model, stages, axis.rank)) is not None:
         for part in parts:
             if axis.size > 1:

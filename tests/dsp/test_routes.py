@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -65,7 +66,7 @@ def made(axis: Axis, wholes: list[Tensor], src: Cut, dst: Cut) -> list[Tensor]:
 
 def alike(mesh: DeviceMesh, node: int, way: str, wire: str) -> None:
     n, formats = mesh.size(), Wire.of(wire)
-    direct, routed = Axis.of(mesh, formats), Axis.of(mesh, formats, dsp.Route(way, node).over(n))
+    direct, routed = Axis.of(mesh, formats), Axis.of(mesh, formats, dsp.Route(way, node))
     torch.manual_seed(0)
     for shape, (src, dst) in product(SHAPES, [(Cut(1), Cut(2)), (Cut(2), Cut(1)), (Cut(3), Cut(1))]):
         wholes = [torch.randn(shape), *(torch.randn(shape).relu().to(dtype) for dtype in DTYPES)]
@@ -94,7 +95,7 @@ def test_the_way_of_each_switch_is_that_of_its_size(ranks) -> None:
 
 
 def by_size(mesh: DeviceMesh) -> None:
-    axis = Axis.of(mesh, Wire(), MIXED)
+    axis = replace(Axis.of(mesh, Wire()), ways=MIXED)
     for rows, kinds in ((2, {WITHIN: 1, BETWEEN: 1}), (8, {WITHIN: 1, BETWEEN: 2}), (16, {"switch": 1})):
         whole = torch.randn(rows, 4, 4, 16)  # rows KiB, a quarter of it on each rank
         part = Part(axis.narrow(whole, Cut(1)), Cut(1), Cut(2), whole.shape)
@@ -114,7 +115,7 @@ def peers(mesh: DeviceMesh, node: int, way: str, monkeypatch: Any = None) -> lis
         found.extend(op.group_peer for op in ops if op.op is messages.dist.isend)
         return batch(ops)
 
-    axis = Axis.of(mesh, Wire(), dsp.Route(way, node).over(mesh.size()))
+    axis = Axis.of(mesh, Wire(), dsp.Route(way, node))
     whole = torch.randn(1, 12, 12, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages.dist, "batch_isend_irecv", noted)
