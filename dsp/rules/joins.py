@@ -241,8 +241,13 @@ def lists_in(f: Frame, index: tuple[Any, ...]) -> list[Any]:
 def setitem(f: Frame) -> Outcome:
     x, value = f.args[0], f.args[2]
     others = [o for o in f.operands() if o is not x and o is not value]
-    if x.cut is None or any(o.cut is not None for o in others):
+    if x.cut is None:
         raise f.refuse("it writes a sharded tensor into a whole one")
+    if any(o.cut is not None for o in others):
+        raise f.refuse(
+            "it writes to places that a sharded index or mask names",
+            "Write out of place: torch.where(mask, value, x), x.scatter(...) or x.index_add(...)",
+        )
     index, at, out = opened(f, x, x.cut)
     item, size = index[at], x.shape[x.cut.dim]
     if isinstance(item, int) or item.indices(size) != (0, size, 1):
