@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable
@@ -213,6 +214,24 @@ def test_a_compiled_model_goes_the_same_way(ranks) -> None:
 def compiled(mesh: DeviceMesh) -> None:
     trains(mesh, "grid", "same", dsp.Route("hierarchical", 2), compile="aot_eager")
     torch.compiler.reset()
+
+
+def in_pieces(mesh: DeviceMesh) -> tuple[int, int]:
+    """Calls of direct and of hierarchical switches in one forward whose stages are cut in two."""
+    torch.manual_seed(0)
+    single, given, outputs = Grid(), Grid.inputs(2, 8, 12), []
+    for route in (None, dsp.Route("hierarchical", 2)):
+        model = dsp.parallelize(copy.deepcopy(single), mesh, route=route, overlap=2)
+        with Heard() as heard, dsp.count_comm() as comm:
+            outputs.append(model(**given))
+        assert not heard.texts, heard.texts
+    assert torch.equal(*outputs)
+    return comm.forward.calls["switch"], comm.forward.calls[BETWEEN]
+
+
+def test_pieces_that_travel_while_others_are_computed_go_directly(ranks) -> None:
+    """Three switches, in two pieces each."""
+    assert ranks(in_pieces, 4) == [(6, 0)] * 4
 
 
 class Pair(nn.Module):
