@@ -42,6 +42,12 @@ class UnderWay(NamedTuple):
             return came
         return self.form.unpack(came, self.plan.out_splits, came.new_empty(sum(self.plan.out_splits), dtype=self.dtype))
 
+    def parts(self) -> list[Tensor]:
+        """The part of the result that came from each rank."""
+        plan = self.plan
+        parts = [part.view(shape) for part, shape in zip(self.arrived().split(plan.out_splits), plan.shapes)]
+        return parts if plan.dst_leads else [part.movedim(0, plan.src) for part in parts]
+
 
 class ChunkedSwitch:
     """One switch in `count` pieces of the dim `cut`, between tensors sharded along `cut` and along `other`.
@@ -67,7 +73,8 @@ class ChunkedSwitch:
 
     def join(self) -> Tensor:
         """The switched tensor, once all pieces came."""
-        return _Join.apply(self, *self.tokens)
+        tokens, self.tokens = self.tokens, []  # their nodes hold this: it may not hold them
+        return _Join.apply(self, *tokens)
 
     def start(self, x: Tensor) -> tuple[Tensor, ...]:
         """Send all pieces of the others' parts; a token for each of this rank's own, which are under way."""
@@ -82,6 +89,7 @@ class ChunkedSwitch:
         for piece in self.under_way.values():
             wait(piece.received)
         self.under_way.clear()
+        self.tokens.clear()
 
     # --- without autograd ---
 
@@ -95,9 +103,9 @@ class ChunkedSwitch:
     def collect(self) -> Tensor:
         """All pieces, once they came, as a part that is sharded along `other`."""
         came = [self.under_way.pop(i) for i in range(self.count)]
-        parts = [piece.arrived().split(piece.plan.out_splits) for piece in came]
-        order = [(i, r) for r in range(len(self.pieces)) for i in range(self.count)]  # rank by rank
-        return came[0].plan.join([parts[i][r] for i, r in order], shapes=[came[i].plan.shapes[r] for i, r in order])
+        parts = [piece.parts() for piece in came]
+        in_order = [parts[i][r] for r in range(len(self.pieces)) for i in range(self.count)]
+        return came[0].plan.join((), parts=in_order)
 
     def deal(self, x: Tensor, order: Iterable[int]) -> None:
         """Send a part that is sharded along `other` as pieces of `cut`, in this order."""

@@ -355,13 +355,12 @@ class SwitchPlan:
         elif room.data_ptr() != received.data_ptr():
             room.copy_(received.view(self.joined).movedim(0, self.src))
 
-    def join(
-        self, received: Sequence[Tensor], room: Tensor | None = None, shapes: Sequence[Sequence[int]] = ()
-    ) -> Tensor:
-        """The same of a flat tensor from each rank, or of some of these `shapes`, in one copy; into `room`, if any."""
-        parts = [part.view(shape) for part, shape in zip(received, shapes or self.shapes)]
-        if not self.dst_leads:
-            parts = [part.movedim(0, self.src) for part in parts]
+    def join(self, received: Sequence[Tensor], room: Tensor | None = None, parts: list[Tensor] | None = None) -> Tensor:
+        """The same of a flat tensor from each rank, or of `parts` of the result, in one copy; into `room`, if any."""
+        if parts is None:
+            parts = [part.view(shape) for part, shape in zip(received, self.shapes)]
+            if not self.dst_leads:
+                parts = [part.movedim(0, self.src) for part in parts]
         if self.came:  # from each rank its part of every piece
             own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
             parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -222,7 +224,7 @@ def test_four_pieces_of_even_parts(ranks) -> None:
 def pieces_of_a_switch(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     axis = Axis.of(mesh)
-    for shape in [(2, 5, 3, 7), (1, 8, 12, 16), (5, 1, 9, 2), (2, 0, 5, 3)]:
+    for shape in [(2, 5, 3, 7), (1, 5, 6, 4), (1, 8, 12, 16), (5, 1, 9, 2), (2, 0, 5, 3)]:
         for src, dst in ((1, 2), (2, 1), (3, 0), (0, 3)):
             for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
                 whole = torch.randint(0, 2**15, shape).to(dtype)
@@ -415,6 +417,32 @@ def packed(mesh: DeviceMesh, name: str) -> None:
 @pytest.mark.parametrize("name", ["behind", "before", "recomputed"])
 def test_pieces_in_fewer_bits_are_as_planned(ranks, name: str) -> None:
     ranks(packed, 3, name)
+
+
+def let_go(mesh: DeviceMesh, behind: bool) -> int:
+    """How many switches are still there after a step, without a collection of garbage."""
+    made, init = [], ChunkedSwitch.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ChunkedSwitch, "__init__", lambda self, *args: made.append(weakref.ref(self)) or init(self, *args)
+        )  # fmt: skip
+        model = dsp.parallelize(Behind() if behind else Before(), mesh, gather_output=False, overlap=2)
+        x = torch.randn(1, 6, 6, C)
+        model(x)
+        made.clear()
+        gc.collect()
+        gc.disable()
+        try:
+            dsp.mean(model(x).square()).backward()
+        finally:
+            gc.enable()
+    assert len(made) == 3
+    return sum(one() is not None for one in made)
+
+
+def test_a_step_leaves_no_cycle_that_would_hold_its_memory(ranks) -> None:
+    for behind in (True, False):
+        assert ranks(let_go, 2, behind) == [0, 0]
 
 
 def failing(mesh: DeviceMesh, behind: bool) -> None:
