@@ -677,7 +677,7 @@ def main() -> int:
         kept = subprocess.run(["git", "ls-files", "-z"], cwd=HOME, capture_output=True, text=True, check=True).stdout
         for name in filter(None, kept.split("\0")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(HOME / name, copy / name)
+            shutil.copy(HOME / name, copy / name, follow_symlinks=False)
         if red := pytest(copy, *sorted({name for fault in faults for name in named(fault)})):
             print(f"red without any fault: {red}")
             return 1

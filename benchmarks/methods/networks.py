@@ -35,8 +35,9 @@ from benchmarks.methods.rivals import Shape, Step, all_ranks
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dsp": ("dsp", {}),
-    "dsp, bf16 sent": ("dsp", {"wire": "bf16"}),
+    "dsp, overlapped": ("dsp", {"overlap": 4}),
     "dsp, fp8 sent": ("dsp", {"wire": "fp8"}),
+    "dsp, both": ("dsp", {"overlap": 4, "wire": "fp8"}),
     "ulysses": ("ulysses", {}),
 }
 STEPS: dict[str, Step] = {}  # of this rank, by configuration
@@ -100,10 +101,10 @@ def foretold(name: str, shape: Shape, ranks: int, links: dict[str, Any], computi
     """Seconds of a step by the cost model: what it computes, what it sends, and the average of gradients."""
     method, how = CONFIGURATIONS[name]
     near, far = (dsp.Link(**of) if (of := links[kind]) else None for kind in ("link", "network"))
-    machine = dsp.Hardware(near, 1.0, 1.0, far, links["node"])  # type: ignore[arg-type]
+    plan = shape.plan(method, ranks, **how)
+    machine = dsp.Hardware(near, 1.0, plan.flops / computing, far, links["node"])  # type: ignore[arg-type]
     weights = 4 * sum(p.numel() for p in shape.bare("meta")[0].parameters())
-    averaged = dsp.hardware.all_reduced(weights, ranks)
-    return computing + machine.seconds(*shape.plan(method, ranks, **how).exchanges, *averaged)
+    return plan.takes(machine, dsp.hardware.all_reduced(weights, ranks), overlap=False).step
 
 
 def one(hosts: Emulated, ranks: Ranks, network: Network, o: Any, shape: Shape, computing: dict[str, float]) -> Any:
