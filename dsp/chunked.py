@@ -43,7 +43,7 @@ class UnderWay(NamedTuple):
         return self.form.unpack(came, self.plan.out_splits, came.new_empty(sum(self.plan.out_splits), dtype=self.dtype))
 
     def parts(self) -> list[Tensor]:
-        """The part of the result that came from each rank."""
+        """The part of the result that came from each rank; one piece may lie otherwise than the next."""
         plan = self.plan
         parts = [part.view(shape) for part, shape in zip(self.arrived().split(plan.out_splits), plan.shapes)]
         return parts if plan.dst_leads else [part.movedim(0, plan.src) for part in parts]

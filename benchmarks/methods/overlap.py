@@ -90,16 +90,16 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     o = options(
-        __doc__, arguments, rounds=9, shares=[0.3, 0.5], hidden=128, depth=4, frames=16, side=32, out=None
+        __doc__, arguments, rounds=9, shares=[0.3, 0.4, 0.5], hidden=128, depth=3, frames=8, side=32, out=None
     )  # fmt: skip
     if reason := why_not():
         raise SystemExit(f"hosts cannot be emulated: {reason}")
     shape = {"hidden": o.hidden, "depth": o.depth, "frames": o.frames, "side": o.side}
     with stoppable(), Hosts(2) as hosts, Ranks(__file__, 2, hosts) as ranks:
         sent = {name: ranks.ask("build", way=name, **shape)[0] for name in WAYS}
-        free = statistics.median(max(ranks.ask("step", way="one piece")) for _ in range(o.rounds))
-        found: dict[str, Any] = {"shape": shape, "sent": sent, "free": free, "shares": {}}
+        found: dict[str, Any] = {"shape": shape, "sent": sent, "shares": {}}
         for share in o.shares:
+            free = statistics.median(max(ranks.ask("step", way="one piece")) for _ in range(o.rounds))
             rate = sent["one piece"]["bytes"] * 8e-6 / (free * share / (1 - share))
             one = found["shares"][str(share)] = {"rate": rate} | summary(rounds_of(ranks, hosts, o, rate))
             for name in WAYS:
