@@ -162,6 +162,11 @@ class StageNode(Node):
     again: bool = False
     saves: bool = False
 
+    @property
+    def made(self) -> list[dict[str, int]]:
+        """By result, the sizes of dims that no input has."""
+        return [{n: r.sizes[n] for n in r.pattern.names if n not in self.sizes} for r in self.results]
+
     def written(self) -> tuple[Sequence[Ref], str]:
         return [r.tensor for r in self.results], f"stage {self.name} '{self.pattern}' "
 

@@ -50,14 +50,19 @@ def multi_head_attention(
     dropout_p = dropout_p if training else 0.0
     shares = None
     if need_weights:
-        logits = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
-        shares = (logits if mask is None else logits + mask).softmax(-1)
-        shares = F.dropout(shares, dropout_p) if dropout_p else shares
-        y = shares @ v
+        y, shares = weighted(q, k, v, mask, dropout_p)
         shares = shares.mean(1) if average_attn_weights else shares
     else:
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
     return F.linear(y.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias), shares
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Attention with its weights."""
+    logits = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
+    shares = (logits if mask is None else logits + mask).softmax(-1)
+    shares = F.dropout(shares, dropout_p) if dropout_p else shares
+    return shares @ v, shares
 
 
 def added(mask: Tensor, like: Tensor) -> Tensor:
