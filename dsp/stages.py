@@ -100,19 +100,16 @@ class Stage:
             if sizes.get(name, 1) < 2:
                 continue
             cuts = tuple(cut_for(b.pattern, b.tensor.shape, name, sizes) for b in bound)
-            if any(cuts) and self.folds_fit(bound, cuts, name, sizes, n):
+            if any(cuts) and self.fit([b.pattern for b, c in zip(bound, cuts) if c is not None], name, sizes, n):
                 along = [None] if name in names else [d for d in self.pattern.free if self.adds_up(d, sizes)]
                 found += [Option(name, cuts, sizes[name], (d or name) in BATCH_NAMES, d) for d in along]
         if found:
             self.refuse_statistics(found)
         return found or [Option(None, (None,) * len(bound), 1)]
 
-    def folds_fit(
-        self, bound: list[Bound], cuts: Sequence[Cut | None], name: str, sizes: Mapping[str, int], n: int
-    ) -> bool:
-        """Tell whether the axes of inputs and outputs in which a dim lies can all be sharded along it."""
-        patterns = [*(b.pattern for b, c in zip(bound, cuts) if c is not None), *self.pattern.outputs]
-        return all(fits_fold(p, name, sizes, n) for p in patterns)
+    def fit(self, inputs: Sequence[TensorPattern | None], name: str, sizes: Mapping[str, int], n: int) -> bool:
+        """Tell whether what is sharded along `name`, inputs and results, can be cut so."""
+        return all(fits_fold(p, name, sizes, n) for p in (*inputs, *self.pattern.outputs))
 
     def adds_up(self, name: str, sizes: Mapping[str, int]) -> bool:
         """Tell whether sums of all results may be left sharded along a dim."""

@@ -140,10 +140,6 @@ class Result(NamedTuple):
     pattern: TensorPattern
     sizes: dict[str, int]
 
-    def beside(self, known: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of its dims that are not known without it."""
-        return {name: self.sizes[name] for name in self.pattern.names if name not in known}
-
 
 @dataclass(kw_only=True)
 class StageNode(Node):
@@ -169,6 +165,11 @@ class StageNode(Node):
     own: bool = False
     again: bool = False
     saves: bool = False
+
+    @property
+    def made(self) -> list[dict[str, int]]:
+        """By result, the sizes of dims that no input has."""
+        return [{n: r.sizes[n] for n in r.pattern.names if n not in self.sizes} for r in self.results]
 
     def written(self) -> tuple[Sequence[Ref], str]:
         return [r.tensor for r in self.results], f"stage {self.name} '{self.pattern}' "

@@ -41,34 +41,28 @@ def multi_head_attention(
         F.linear(x, w, b).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
         for x, w, b in zip((query, key, value), weights, biases)
     )  # (b h l e)
-    mask = joined_mask(attn_mask, key_padding_mask, q)
+    mask = None if attn_mask is None else added(attn_mask, q)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unflatten(0, (-1, heads))
+    if key_padding_mask is not None:
+        padding = added(key_padding_mask, q)[:, None, None]
+        mask = padding if mask is None else mask + padding
     dropout_p = dropout_p if training else 0.0
     shares = None
     if need_weights:
-        shares = shares_of(q, k, mask, dropout_p)
-        y = shares @ v
+        y, shares = weighted(q, k, v, mask, dropout_p)
         shares = shares.mean(1) if average_attn_weights else shares
     else:
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
     return F.linear(y.permute(2, 0, 1, 3).flatten(2), out_weight, out_bias), shares
 
 
-def joined_mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask of attention, perhaps by head, and that of padded keys, as numbers to be added to the logits."""
-    found = None if mask is None else added(mask, q)
-    if found is not None and found.dim() == 3:
-        found = found.unflatten(0, (-1, q.shape[1]))
-    if padding is None:
-        return found
-    more = added(padding, q)[:, None, None]
-    return more if found is None else found + more
-
-
-def shares_of(q: Tensor, k: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
-    """The share (b h l m) that each query takes of each value."""
+def weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Attention with its weights."""
     logits = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
     shares = (logits if mask is None else logits + mask).softmax(-1)
-    return F.dropout(shares, dropout_p) if dropout_p else shares
+    shares = F.dropout(shares, dropout_p) if dropout_p else shares
+    return shares @ v, shares
 
 
 def added(mask: Tensor, like: Tensor) -> Tensor:

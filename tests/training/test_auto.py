@@ -73,6 +73,7 @@ def resumed_here(mesh, arguments):
         return run_here(mesh, arguments)
 
 
+@pytest.mark.slow
 def test_a_run_on_what_was_chosen_is_the_run_of_one_process_and_keeps_it(trainer, whole_world, tmp_path):
     runs = Runs(trainer, tmp_path)
     arguments = runs.arguments("parallel=auto", *STAGES, "train.accumulation=2", "name=auto")

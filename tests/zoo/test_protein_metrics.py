@@ -257,7 +257,7 @@ def parity(mesh, model, extra=0, recycles=(0,), fsdp=False, **structure) -> list
 @pytest.mark.parametrize(
     ("n", "model", "options"),
     [
-        (3, "pairformer", STRUCTURE), slow(2, "evoformer", {**STRUCTURE, "extra": 2}),
+        slow(3, "pairformer", STRUCTURE), slow(2, "evoformer", {**STRUCTURE, "extra": 2}),
         slow(4, "evoformer", {**STRUCTURE, "extra": 2}), slow(2, "pairformer", {"recycles": (2, 0)}),
         slow(3, "evoformer", {"recycles": (2, 0), "extra": 5, "fsdp": True}),
         long(3, "evoformer", {"recycles": (2, 0), "extra": 5}),
