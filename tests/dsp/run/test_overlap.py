@@ -187,20 +187,21 @@ def as_planned(mesh: DeviceMesh, plan: Plan, comm: Any) -> None:
         assert sent.tolist() == [plan.bytes[phase], kinds.get("switch", (0, 0))[1]], phase
 
 
-def exactly(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], overlap: int) -> None:
+def exactly(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], overlap: int, **how: Any) -> None:
     kind, make = MODELS[name]
     torch.manual_seed(0)
     single, inputs = kind().double(), make(*sizes)
-    model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=overlap)
+    model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=overlap, **how)
     with Heard() as heard:
         beside(single, model, mesh, inputs, rounds=2)
         *_, comm = beside(single, model, mesh, inputs, count=True)
     assert not heard.texts, heard.texts  # each rank sends what the plan has of it
-    plan = planned(name, mesh.size(), sizes, overlap)
+    plan = planned(name, mesh.size(), sizes, overlap, **how)
     as_planned(mesh, plan, comm)
-    plain = planned(name, mesh.size(), sizes, None)
-    assert plan.bytes == plain.bytes
-    assert plan.calls["forward"] > plain.calls["forward"]
+    if not how:
+        plain = planned(name, mesh.size(), sizes, None)
+        assert plan.bytes == plain.bytes
+        assert plan.calls["forward"] > plain.calls["forward"]
     with torch.no_grad():
         args = inputs if isinstance(inputs, tuple) else inputs.values()
         torch.testing.assert_close(model(*args), single(*args))
@@ -400,6 +401,17 @@ def sharded_step(mesh: DeviceMesh, kind: type[Behind], ckpt: bool, mixed: bool, 
 @pytest.mark.parametrize(("ckpt", "mixed"), [(False, False), (True, False), slow(False, True)])
 def test_fully_shard_gathers_once_for_all_pieces(ranks, ckpt: bool, mixed: bool) -> None:
     ranks(sharded_weights, 3, ckpt, mixed)
+
+
+@pytest.mark.parametrize("way", ["hierarchical", slow("rounds")])
+@pytest.mark.parametrize("name", ["both", slow("several"), slow("recomputed")])
+def test_pieces_are_direct_beside_switches_in_legs(ranks, name: str, way: str) -> None:
+    route = dsp.Route(way, node=2)
+    ranks(partial(exactly, route=route), 4, name, (2, 9, 13), 2)
+    torch.manual_seed(0)
+    plan = planned(name, 4, (2, 9, 13), 2, route=route)
+    assert any(o.pieces > 1 for o in plan.overlaps)
+    assert {"switch", "switch_within", "switch_between"} >= plan.sends["forward"].keys() - {"gather", "all_reduce"}
 
 
 def packed(mesh: DeviceMesh, name: str) -> None:
