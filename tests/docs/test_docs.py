@@ -100,7 +100,11 @@ def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
         path.write_text(fixed)
 
 
-LONGER = [path for path in PAGES if path.stem in "embedded hybrids megatron planning sizing adding fold-long".split()]
+LONGER = [
+    path
+    for path in PAGES
+    if path.stem in "embedded hybrids megatron planning sizing adding fold-long check inputs".split()
+]
 RUN = [path for path in ALL if path not in (*LONGER, *FRAMEWORKS)]
 
 

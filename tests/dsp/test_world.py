@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import dsp
 from dsp.world import World
+from tests.support.slow import slow
 
 C = 8
 TABLES: dict[str, Tensor] = {}
@@ -186,7 +187,7 @@ def calls(mesh: DeviceMesh, where: str, use: str) -> list[dict[str, int]]:
     return sent
 
 
-@pytest.mark.parametrize("mesh", [2, 3])
+@pytest.mark.parametrize("mesh", [slow(2), 3])
 def test_a_table_that_the_first_call_makes(mesh: DeviceMesh) -> None:
     for where, use in [*((where, "") for where in PLACES), *(("object", use) for use in USES[:3])]:
         first, *others = calls(mesh, where, use)

@@ -28,6 +28,7 @@ OF_A_KIND = {  # of the zoo's; others show the same
     "st_rwkv", "st_mamba-2", "hunyuan-alone", "transformer2d-stdit",
 }  # fmt: skip
 ZOO = [name for name in cases.CASES if name not in OF_A_KIND]
+VARIANTS = ["wan-image", "wan-frame-times", "axial-image-colour"]
 OTHERS = ["diffusers-latte", *third_party.MODELS]
 LONG = "st_rwkv-sst diffusers-latte st_mamba latte-4-text latte-text stdit-v1 axial-image".split()
 IN_CI = [name for name in DISCOVERED if name not in LONG]  # of which discover takes less
@@ -39,9 +40,12 @@ EXACT: list[Any] = [  # name, ranks, which of its uneven sizes in turn, whether 
     *((name, 2, (0,), True, True) for name in toys.HOSTILE),
     *((name, 2, (0, 1), True, True) for name in ("Grid", "Folded")),
     ("Folded", 3, (0,), True, False), ("Windows", 3, (1,), True, False), ("Windows", 4, (0,), True, False),
-    ("Stretches", 3, (1,), True, False), ("Mixers", 4, (1,), True, False),
-    *((name, 3, (0,), name in third_party.MODELS, name != "axial") for name in OTHERS),  # which has no layers to wrap
-    *((name, 3, (0,), False, False) for name in ZOO),
+    ("Stretches", 3, (1,), True, False), slow("Mixers", 4, (1,), True, False),
+    # axial has no layers to wrap
+    *(slow(name, 3, (0,), name in third_party.MODELS, name != "axial") for name in OTHERS if name != "axial"),
+    *((name, 3, (0,), True, False) for name in OTHERS if name == "axial"),
+    *((name, 3, (0,), False, False) for name in ZOO if name not in VARIANTS),
+    *(slow(name, 3, (0,), False, False) for name in VARIANTS),
     *(slow(name, n, ALL, n == 4, False) for name, n in BOTH), slow("Cube", 3, (0,), True, False),
     *(slow(name, 2, (0, 1), True, True) for name in ("Cube", "Global")),
     *(slow(name, 4, (0, 1), False, True) for name in ("Grid", "Folded", "Cube", "Global")),

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
-from tests.support.slow import long, slow
+from tests.support.slow import slow, slow_but
 from zoo.training import UserError
 from zoo.training import config as cfg
 
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+NOT_LONG = [path for path in CONFIGS if path.stem != "protein"]
 
 
 @pytest.fixture
@@ -236,7 +237,9 @@ def test_every_option_is_explained():
 
 
 @pytest.mark.parametrize(
-    "path", [long(path) if path.stem == "protein" else path for path in CONFIGS], ids=lambda path: path.stem
+    "path",
+    slow_but(CONFIGS, *(p for p in CONFIGS if p.stem in ("demo", "video", "evoformer_demo")), but=NOT_LONG),
+    ids=lambda path: path.stem,
 )
 def test_shipped_configs_are_sound(path):
     """Each loads, is short, and names a model that fits its data."""

@@ -88,6 +88,7 @@ def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
     assert "diffusers has no model for Transformer2D" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_export_knows_what_its_model_predicts(run, capsys):
     """Sampled from its export, a model that predicts clips draws what the run draws; its weights begin no other run."""
     for target in ("clean", "velocity"):
