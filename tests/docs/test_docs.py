@@ -116,8 +116,8 @@ def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
     compare(path, code, printed[0])
 
 
-LONG = "embedded hybrids megatron adding planning sizing your-own-model stages numerics".split()
-"""Pages that run anyway, all in one process."""
+STARTED = "README how-it-works diffusers check video sampling proteins wire overlap routes glue".split()
+"""Pages whose programs are started by `-m slow`, those of all others by `-m long`: their blocks run in any case."""
 
 
 def wanted(code: str) -> int:
@@ -134,7 +134,7 @@ def programs() -> Iterator[Any]:
             yield from (slow(page, text, wanted(text), id=f"{page.name}-{i}") for i, text in enumerate(code))
         elif code:
             n = 4 if page == README else 3
-            mark = long if page.stem in LONG else slow
+            mark = slow if page.stem in STARTED else long
             yield mark(page, "".join(code), n if "init_device_mesh(" in "".join(code) else 0, id=page.name)
         for block in blocks(page):  # for a process of its own alone; `(...)` stands for what the reader has
             if block.language == "py" and "(...)" not in block.text:

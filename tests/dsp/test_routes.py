@@ -28,14 +28,14 @@ from tests.support.beside import averaged, exact
 from tests.support.loopback import TOLERANCE, measured
 from tests.support.refusals import refused
 from tests.support.runs import Heard, metrics, run_here
-from tests.support.slow import slow, slow_but
+from tests.support.slow import long, slow, slow_but
 from tests.support.toys import Folded, Grid
 from zoo.training import UserError
 from zoo.training.config import load
 from zoo.training.dry_run import foreseen_route
 
 LEGS = ["hierarchical", "rounds"]
-NODES = [(4, 2), slow(6, 3), slow(6, 2), slow(8, 4)]  # ranks, and how many of them share a node
+NODES = [(4, 2), slow(6, 3), long(6, 2), long(8, 4)]  # ranks, and how many of them share a node
 MIXED = Ways(4, 2, ((1000.0, "hierarchical"), (3000.0, "rounds"), (math.inf, "direct")))  # by bytes a rank
 
 
@@ -86,7 +86,7 @@ def same(expect: list[Tensor], got: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(("n", "node"), NODES)
 @pytest.mark.parametrize("way", LEGS)
-@pytest.mark.parametrize("wire", ["same", "fp8", slow("bf16")])
+@pytest.mark.parametrize("wire", ["same", "fp8", long("bf16")])
 def test_every_way_brings_the_same(over, wire: str, way: str, n: int, node: int) -> None:
     over(alike, n, node, way, wire)
 
@@ -194,7 +194,7 @@ def trains(mesh: DeviceMesh, case: str, wire: str, route: Any, **options: Any) -
         assert total >= sum(planned.get(kind, (0, 0))[0] for kind in (WITHIN, BETWEEN, "switch"))
 
 
-@pytest.mark.parametrize(("n", "node"), [(4, 2), slow(6, 3)])
+@pytest.mark.parametrize(("n", "node"), [(4, 2), long(6, 3)])
 @pytest.mark.parametrize("way", LEGS)
 @pytest.mark.parametrize("case", slow_but(CASES, "folded", "recomputed"))
 def test_a_model_trains_bit_for_bit_and_as_planned(over, case: str, way: str, n: int, node: int) -> None:
