@@ -108,7 +108,8 @@ class SharedBatch:
         if rows % n:
             raise ValueError(
                 f"{type(self.model).__name__} is called with a batch of {rows}, which {n} groups cannot share. "
-                "The pipeline makes a call of each prediction of guidance: give dsp.parallelize a mesh of one axis"
+                "The pipeline calls the model once for each guidance prediction: give dsp.parallelize a mesh of one "
+                "axis"
             )
 
         def own(x: Any, least: int = 1) -> Any:
@@ -127,7 +128,8 @@ class SharedBatch:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{type(self.model).__name__} shares its batch over {self.axis.size} groups of ranks, which has no "
-                "gradient: call the pipeline under torch.no_grad(), or give dsp.parallelize a mesh of one axis"
+                "gradient: call the pipeline under torch.no_grad(), or give dsp.parallelize a mesh of one "
+                "axis"
             )
         args, kwargs = self.part(args, kwargs, self.axis.rank)
         return pytree.tree_map(self.whole, self.forward(*args, **kwargs))
