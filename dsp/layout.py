@@ -60,7 +60,8 @@ class Cut(NamedTuple):
         if self.joined:
             raise ValueError(
                 f"dim {self.dim} is a concatenation of pieces {list(self.pieces(0))}, each sharded on its own, for "
-                "which DTensor has no placement; bring the tensor into another layout between stages first, or gather it"
+                "which DTensor has no placement; bring the tensor into another layout between stages first, or gather "
+                "it"
             )
         return Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.folds)
 
