@@ -274,7 +274,8 @@ def solve_sizes(
                 f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart. Name the dims of the model's "
                 'inputs in a root pattern, for example {"": "x=b c t h w"}, and state there the sizes that cannot be '
                 "read from the shapes of the inputs: as an int argument or attribute of the model, "
-                f'"num_frames={axis[-1]}", or as a number, "{axis[-1]}=4". If the dims are never needed by themselves, the axis may also have one name',
+                f'"num_frames={axis[-1]}", or as a number, "{axis[-1]}=4". If the dims are never needed '
+                "by themselves, the axis may also have one name",
                 [n for n in axis if sizes.get(n, root.get(n)) is None],
                 size,
             )

@@ -128,8 +128,7 @@ class SharedBatch:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{type(self.model).__name__} shares its batch over {self.axis.size} groups of ranks, which has no "
-                "gradient: call the pipeline under torch.no_grad(), or give dsp.parallelize a mesh of one "
-                "axis"
+                "gradient: call the pipeline under torch.no_grad(), or give dsp.parallelize a mesh of one axis"
             )
         args, kwargs = self.part(args, kwargs, self.axis.rank)
         return pytree.tree_map(self.whole, self.forward(*args, **kwargs))
