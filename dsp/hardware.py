@@ -216,7 +216,10 @@ def accelerator(
     if name not in ACCELERATORS:
         raise ValueError(f"no accelerator {name!r} in the table; it has {', '.join(ACCELERATORS)}")
     if not (0 < products <= 1 and 0 < stream <= 1):
-        raise ValueError(f"products and stream are shares of the data sheet's, in (0, 1], got {products} and {stream}")
+        raise ValueError(
+            "products and stream are fractions, in (0, 1], of the data sheet's peak and memory bandwidth, got "
+            f"{products} and {stream}"
+        )
     half, single, memory, rate, link, network = ACCELERATORS[name]
     peak = half if dtype.itemsize == 2 else single
     known: dict[str, Any] = {"link": link, "network": network, "memory": memory * GB}

@@ -59,8 +59,9 @@ class Cut(NamedTuple):
     def placement(self) -> Placement:
         if self.joined:
             raise ValueError(
-                f"dim {self.dim} is made of pieces {list(self.pieces(0))} that are sharded each on its own, for which "
-                "DTensor has no placement; bring the tensor into another layout between stages first, or gather it"
+                f"dim {self.dim} is a concatenation of pieces {list(self.pieces(0))}, each sharded on its own, for "
+                "which DTensor has no placement; bring the tensor into another layout between stages first, or gather "
+                "it"
             )
         return Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.folds)
 

@@ -149,7 +149,7 @@ class _Axes:
 
     def dim(self, name: str, summed: bool) -> None:
         if summed and self.bracket:
-            raise self.wrong(f"a sum over a dim stands outside brackets, as +{name}")
+            raise self.wrong(f"a dim that is summed over is not in brackets too; write +{name} outside the brackets")
         self.summed |= {name} if summed else set()
         self.computed |= {name} if summed or self.bracket else set()
         if self.fold is not None:
@@ -272,9 +272,10 @@ def solve_sizes(
             _, axis, size = waiting[0]
             raise Ambiguous(
                 f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart. Name the dims of the model's "
-                'inputs in a root pattern, for example {"": "x=b c t h w"}, and state there the sizes that its tensors '
-                f'do not have: as an int argument or attribute of the model, "num_frames={axis[-1]}", or as a number, '
-                f'"{axis[-1]}=4". If the dims are never needed by themselves, the axis may also have one name',
+                'inputs in a root pattern, for example {"": "x=b c t h w"}, and state there the sizes that cannot be '
+                "read from the shapes of the inputs: as an int argument or attribute of the model, "
+                f'"num_frames={axis[-1]}", or as a number, "{axis[-1]}=4". If the dims are never needed '
+                "by themselves, the axis may also have one name",
                 [n for n in axis if sizes.get(n, root.get(n)) is None],
                 size,
             )

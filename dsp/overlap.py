@@ -28,7 +28,7 @@ def overlap_of(
     if hardware is None and mesh is None:
         raise ValueError(
             "overlap='auto' weighs what is hidden against what more calls cost, which depends on the hardware: "
-            "dsp.plan(..., hardware=dsp.Hardware(...)), or a number of pieces"
+            "pass hardware=dsp.Hardware(...) to dsp.plan, or give a number of pieces"
         )
     return hardware if mesh is None else measured(mesh, node=mesh.size(), dtype=dtype)
 

@@ -139,7 +139,7 @@ def dealt_in_legs(x: Tensor, total: int, comes: Any, rows: Sequence[int], group:
 
 @counts("switch", "in_legs", dealt=dealt_in_legs)
 def in_legs(x: Tensor, *where: Any) -> int:
-    raise AssertionError("an exchange in legs has ways")
+    raise AssertionError("the bytes of an exchange in legs are counted leg by leg, by dealt_in_legs")
 
 
 @counts("switch", "all_to_all_single", "start")

@@ -104,16 +104,19 @@ class Check:
         parallel = parallelize(cast(self.model, self.dtype), self.axis.mesh, self.stated)
         for mode in modes:
             if mode.fails:
-                report.uncovered.append(f"{mode.name}: the model itself raises {mode.fails}")
+                report.uncovered.append(f"{mode.name} mode: the model itself raises {mode.fails}")
                 continue
             if mode.random:
-                report.uncovered.append(f"values {mode.name}: not compared, as the model draws random numbers")
+                values = "outputs and gradients" if mode.grad else "outputs"
+                report.uncovered.append(
+                    f"{values} in {mode.name} mode (the model draws random numbers); only shapes were compared"
+                )
             report.modes.append(mode.name)
             for size, args, kwargs in inputs:
                 for n in range(report.calls):
                     problems = self.compare_call(single, parallel, mode, args, kwargs)
                     if _agreed(problems, self.axis):
-                        report.problems += [f"{p} ({mode.name}, {size}call {n + 1})" for p in problems]
+                        report.problems += [f"{p} ({mode.name} mode, {size}call {n + 1})" for p in problems]
                         return
         report.advice = parallel.forward.__self__.advice  # type: ignore[attr-defined]
         if not report.gradients:

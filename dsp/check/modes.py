@@ -30,9 +30,9 @@ class Mode:
 def modes_of(model: nn.Module) -> list[Mode]:
     """As the model is given first: some of its modules may be frozen."""
     own = [m.training for m in model.modules()]
-    training = Mode("in training", True, own if model.training else [True] * len(own))
-    evaluation = Mode("in eval mode", True, [False] * len(own) if model.training else own)
-    return [training, evaluation][:: 1 if model.training else -1] + [Mode("under no_grad", False, evaluation.training)]
+    training = Mode("training", True, own if model.training else [True] * len(own))
+    evaluation = Mode("eval", True, [False] * len(own) if model.training else own)
+    return [training, evaluation][:: 1 if model.training else -1] + [Mode("no_grad", False, evaluation.training)]
 
 
 def prepared(

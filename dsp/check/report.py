@@ -65,8 +65,8 @@ class Report:
                 f"largest error {self.gradients[worst_grad]:.1e} ({worst_grad})"
             )
         if self.modes:
-            sizes = " and ".join(f"with {size}" for size in self.sizes)
-            lines.append(f"  runs: {', '.join(self.modes)}; {self.calls} each {sizes}".rstrip())
+            sizes = f" at each size ({'; '.join(self.sizes)})" if self.sizes else ""
+            lines.append(f"  runs: {number_of(self.calls, 'call')} in each mode ({', '.join(self.modes)}){sizes}")
         lines += [f"  problem: {p}" for p in self.problems]
         lines += [f"  whole: {self.advice}"] if self.advice else []
         return "\n".join(lines + [f"  not covered: {u}" for u in self.uncovered])

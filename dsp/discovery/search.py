@@ -61,8 +61,9 @@ class Search:
         shapes = [tuple(b.tensor.shape) for b in bound]
         if max(map(len, shapes), default=0) < max(1, *(t.ndim for t in tensors_in((args, kwargs)))):
             raise ValueError(
-                f"discover: no argument of {type(model).__name__} is the tensor with the most dims; patterns cannot "
-                "name tensors inside lists and dicts, so pass the sequence as an argument of its own"
+                f"discover: the tensor with the most dims is no argument of {type(model).__name__}, nor in a list of "
+                "tensors that is one. Patterns cannot name tensors inside dicts and nested lists: pass it as an "
+                "argument of its own"
             )
         self.main = max(range(len(shapes)), key=lambda i: (len(shapes[i]), -i))
         self.live = {self.main}

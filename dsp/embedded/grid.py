@@ -66,7 +66,7 @@ class Grid:
         if not self.dims:
             raise ValueError(
                 f"{stage.where} leaves no dim but batch to switch to: '{stage.pattern.text}'; use method='ulysses' or "
-                "'ring', which switch to none"
+                "'ring', which need no other dim to switch to"
             )
 
     def factors(self, sizes: Mapping[str, int], n: int) -> Factors:

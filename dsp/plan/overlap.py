@@ -101,7 +101,7 @@ class Overlaps:
     def decide(self, step: Decision, behind: list[Move], before: list[Move]) -> None:
         moves, reason = [*behind, *before], self.refused(step.at)
         if not reason and not all(plain(m) for m in moves):
-            reason = "a dim lies in a fold, or is joined of pieces"
+            reason = "a dim lies in a fold, or is a concatenation of pieces"
         best = Overlapped(step.op.name, len(moves), tuple(self.phases(step, moves)), reason=reason)
         if not reason:
             assert step.execution.option is not None

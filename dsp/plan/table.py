@@ -139,7 +139,9 @@ class Plan:
     def estimate(self) -> Estimate:
         """Seconds of a step. Raises ValueError for a plan made without ``hardware=``."""
         if self.hardware is None:
-            raise ValueError("how long a step takes depends on the hardware: dsp.plan(..., hardware=dsp.Hardware(...))")
+            raise ValueError(
+                "how long a step takes depends on the hardware: pass hardware=dsp.Hardware(...) to dsp.plan"
+            )
         return self.takes(self.hardware)
 
     def takes(

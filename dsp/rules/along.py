@@ -33,7 +33,9 @@ def along(f: Frame) -> Outcome:
         raise f.refuse("it rolls the flattened tensor")
     if cut.dim in f.dims(dims, x.ndim):
         if cut.joined:
-            raise f.refuse("it works along the sharded dim, which is joined of pieces")
+            raise f.refuse(
+                "it works along the sharded dim, which is a concatenation of pieces, each sharded on its own"
+            )
         if f.name in ("softmax", "log_softmax", "softmin"):
             dtype = next((a for a in (*f.args, *f.kwargs.values()) if isinstance(a, torch.dtype)), None)
             return statistics.softmax(f, x, cut, dtype)
@@ -63,7 +65,7 @@ def reduction(f: Frame) -> Outcome:
         count = math.prod(x.shape[d] for d in gone)
         return Outcome(None, reduce=float(count) if f.name == "mean" else 1.0)
     if cut.joined:
-        raise f.refuse("it reduces over the sharded dim, which is joined of pieces")
+        raise f.refuse("it reduces over the sharded dim, which is a concatenation of pieces, each sharded on its own")
     if f.name in ("var", "std") and dims is not None and everything:
         raise f.refuse("no dim is named")  # torch's own gradient is wrong then
     return over_ranks(f, x, cut, gone, keep, "all" if dims is None else "none" if everything else "some")
@@ -140,7 +142,7 @@ def taken_by_index(f: Frame) -> Outcome:
     if x.ndim + position == dim:
         raise f.refuse("it takes parts of the sharded dim")
     if x.shape[position] != index.shape[position]:
-        raise f.refuse("its index differs from it along the sharded dim")
+        raise f.refuse("its index and its input have different sizes along the sharded dim")
     return outcome
 
 
@@ -170,7 +172,9 @@ def trailing_norm(f: Frame) -> Outcome:
     if cut.dim < x.ndim - count:
         return Outcome(cut, x.shape[cut.dim])
     if cut.joined:
-        raise f.refuse("its statistics run over the sharded dim, which is joined of pieces")
+        raise f.refuse(
+            "its statistics run over the sharded dim, which is a concatenation of pieces, each sharded on its own"
+        )
     if f.name == "rms_norm":
         return statistics.trailing(f, x, cut, count, f.get(2, "weight"), None, f.get(3, "eps"), centred=False)
     return statistics.trailing(f, x, cut, count, f.get(2, "weight"), f.get(3, "bias"), f.get(4, "eps", 1e-5))
@@ -192,7 +196,7 @@ def instance_norm(f: Frame) -> Outcome:
     if cut.dim == 0:
         return Outcome(cut, x.shape[0], func=f.on_a_row(cut, x.shape[0]))
     if f.get(1, "running_mean") is not None or not f.get(5, "use_input_stats", True):
-        raise f.refuse("its running statistics are of the whole")
+        raise f.refuse("its running statistics are those of the whole tensor")
     return statistics.grouped_norm(f, x, cut, x.shape[1], f.get(3, "weight"), f.get(4, "bias"), f.get(7, "eps", 1e-5))
 
 

@@ -55,7 +55,10 @@ def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | Non
         return None
     size, others = q.shape[-2], [o.ndim for o in f.operands()]
     if q.cut.outer != 1 or k.shape[-2] != size or any(have != q.ndim for have in others):
-        raise f.refuse("a causal mask counts positions: of queries and keys that are as many, in no fold")
+        raise f.refuse(
+            "is_causal=True along sharded queries needs as many keys as queries, one number of dims in all tensors, "
+            "and queries in no fold"
+        )
     deal = RowDeal.halves(size, f.n)
     spans = deal.spans(f.rank)
 

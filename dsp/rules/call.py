@@ -121,7 +121,9 @@ class Frame:
     def outcome(self) -> Outcome:
         """The rule's outcome. Raises GlueError where the rule refuses, or where there is none."""
         if self.name not in PIECEWISE and any(o.cut is not None and o.cut.joined for o in self.operands()):
-            raise self.refuse("its rule knows no sharded dim that is joined of pieces")
+            raise self.refuse(
+                "its rule knows no sharded dim that is a concatenation of pieces, each sharded on its own"
+            )
         return RULES.get(self.name, no_rule)(self)
 
     def refuse(self, reason: str, advice: str = "") -> GlueError:

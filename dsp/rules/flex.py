@@ -112,7 +112,7 @@ def flex(f: Frame) -> Outcome:
     if cut.dim == 3 or (cut.dim == 2 and (k.cut or v.cut)):
         raise f.refuse("it computes over the sharded dim")
     if cut.dim == 2 and cut.outer != 1:
-        raise f.refuse("positions in a fold are in no block of its mask")
+        raise f.refuse("its block mask cannot be cut along positions in a fold")
     size, expand = q.shape[cut.dim], None
     if cut.dim == 1 and k.shape[1] != size:
         outcome, expand = shared_heads(f, q, k, v, -3)

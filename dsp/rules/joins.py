@@ -109,7 +109,10 @@ def stretch(f: Frame, cut: Cut, taken: range) -> Stretch:
     pieces = cut.pieces(0)
     ends = list(itertools.accumulate(pieces, initial=0))
     if taken.step != 1 or taken.start not in ends or taken.stop not in ends or not taken:
-        raise f.refuse(f"it takes parts of the sharded dim, which is joined of pieces {list(pieces)}")
+        raise f.refuse(
+            f"it takes parts of the sharded dim, which is a concatenation of pieces {list(pieces)}, "
+            "each sharded on its own"
+        )
     # of equal ends, which a piece of size 0 has, those next to each other
     first, last = len(ends) - 1 - ends[::-1].index(taken.start), ends.index(taken.stop)
     own = [f.own(Cut(0), piece) for piece in pieces]
@@ -121,7 +124,10 @@ def pieces_apart(f: Frame, x: Operand, cut: Cut, ranges: list[range]) -> Outcome
     """A joined dim, taken apart where its pieces meet: into parts of this rank's part."""
     own = [stretch(f, cut, taken) for taken in ranges]
     if len({s.outer for s in own}) > 1 or sum(s.length for s in own) != f.own(cut, x.shape[cut.dim]):
-        raise f.refuse(f"it takes parts of the sharded dim, which is joined of pieces {list(cut.pieces(0))}")
+        raise f.refuse(
+            f"it takes parts of the sharded dim, which is a concatenation of pieces {list(cut.pieces(0))}, "
+            "each sharded on its own"
+        )
     sizes, lengths = tuple(map(len, ranges)), [s.length for s in own]
     return Outcome(
         Cut(cut.dim, own[0].outer), sizes[0], sizes=sizes, func=torch.split, args=(x, lengths, cut.dim), kwargs={}

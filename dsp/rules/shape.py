@@ -19,7 +19,10 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
         for d, size in enumerate(new):
             if size == x.shape[cut.dim] and math.prod(new[d + 1 :]) == after and 0 not in x.shape:
                 return Cut(d, cut.outer)
-        raise f.refuse(f"reshaping to {list(new)} takes dim {cut.dim} apart, which is joined of pieces")
+        raise f.refuse(
+            f"reshaping to {list(new)} takes dim {cut.dim} apart, which is a concatenation of pieces, "
+            "each sharded on its own"
+        )
     extent = x.shape[cut.dim] // cut.folds
     before = math.prod(x.shape[: cut.dim]) * cut.folds
     mine = [c * after for c in chunk_sizes(extent, f.n)]

@@ -108,7 +108,7 @@ def batch_norm(f: Frame, x: Operand, cut: Cut, momentum: float, eps: float) -> O
     counts = counted(f, x, cut, dims)
     total = sum(counts)
     if total < 2:
-        raise f.refuse("it is over one value a channel")
+        raise f.refuse("it would normalize over a single value per channel")
 
     def run(every: Tensor, t: Tensor, mean_so_far: Any, var_so_far: Any, *affine: Tensor | None) -> Tensor:
         mean, squares = together(every, counts)

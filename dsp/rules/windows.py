@@ -128,7 +128,8 @@ def conv(f: Frame) -> Outcome:
     if padding == "same":
         if any(r % 2 for i, r in enumerate(reach) if i != at):
             raise f.refuse(
-                "padding='same' is one more on one side of another dim; pad explicitly, or take an odd kernel"
+                "padding='same' with an even kernel pads one side of another dim by one more; pad explicitly, or take "
+                "an odd kernel"
             )
         padding = [r // 2 for r in reach]
         out = x.shape[cut.dim]
@@ -185,7 +186,7 @@ def pool(f: Frame) -> Outcome:
     if highest:
         dilation = rest["dilation"] = each(f, f.get(4, "dilation", 1), d)
         if f.get(6, "return_indices", False):
-            raise f.refuse("its indices would be those of a part")
+            raise f.refuse("its indices would count from the start of this rank's part")
     else:
         rest["count_include_pad"] = f.get(5, "count_include_pad", True)
         if d > 1:

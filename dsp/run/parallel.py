@@ -133,8 +133,8 @@ def parallelize(
     if compile and overlap is not None:
         raise ValueError(
             f"overlap={overlap!r} with compile={compile!r}: in one graph the compiler orders what is sent and "
-            "computed. Give one of the two; or compile the forwards of stages, which may be cut: block.forward = "
-            "torch.compile(block.forward)"
+            "computed. Give one of the two; or compile the forwards of stages, block.forward = "
+            "torch.compile(block.forward): overlap can still cut compiled stage calls into pieces"
         )
     batches, mesh = axes_of(model, mesh)
     mesh, route = Route.along(mesh, route)

@@ -108,7 +108,8 @@ class SharedBatch:
         if rows % n:
             raise ValueError(
                 f"{type(self.model).__name__} is called with a batch of {rows}, which {n} groups cannot share. "
-                "The pipeline makes a call of each prediction of guidance: give dsp.parallelize a mesh of one axis"
+                "The pipeline calls the model once for each guidance prediction: give dsp.parallelize a mesh of one "
+                "axis"
             )
 
         def own(x: Any, least: int = 1) -> Any:

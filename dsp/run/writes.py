@@ -21,8 +21,8 @@ from dsp.tensors import memory, tensors_in, version
 
 # the writes that are refused
 MISSED = (
-    "{who} wrote in place into a copy: its tensor, or a view of it, had to be switched or gathered first. The "
-    "original, or a view of it, is used now without that write: write it out of place"
+    "{who} wrote in place into a copy (the tensor, or a view of it, had been switched or gathered), and now the "
+    "original, or a view of it, is read without that write. Use an out-of-place operation"
 )
 INTO_COPY = "{who} writes in place into {what}; write it out of place"
 INTO_PART = "{who} writes in place into its shard of a tensor that is replicated; write it out of place"

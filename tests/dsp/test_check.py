@@ -141,13 +141,13 @@ def keeps(m: nn.Module, x: Tensor) -> bool:
 
 
 LATE: dict[str, tuple[Any, list[str]]] = {
-    "in eval mode": (lambda m, x: not m.training, ["outputs differ by", "(in eval mode, t=7 s=5, call 1)"]),
+    "in eval mode": (lambda m, x: not m.training, ["outputs differ by", "(eval mode, t=7 s=5, call 1)"]),
     "under no_grad": (
         lambda m, x: not torch.is_grad_enabled() and x.shape[2] < 4,
-        ["outputs differ by", "(under no_grad, t=4 s=3, call 1)"],
+        ["outputs differ by", "(no_grad mode, t=4 s=3, call 1)"],
     ),
-    "at another size": (lambda m, x: x.shape[2] < 4, ["outputs differ by", "(in training, t=4 s=3, call 1)"]),
-    "a buffer": (keeps, ["leaves the buffer space.seen other by", "(in training, t=7 s=5, call 1)"]),
+    "at another size": (lambda m, x: x.shape[2] < 4, ["outputs differ by", "(training mode, t=4 s=3, call 1)"]),
+    "a buffer": (keeps, ["leaves the buffer space.seen other by", "(training mode, t=7 s=5, call 1)"]),
 }
 
 
@@ -213,7 +213,7 @@ def test_what_one_call_does_not_show_is_found(mesh: DeviceMesh) -> None:
         patch.setattr(Run, "push_all", lambda run, parts: 1 / 0 if recorded(run) else own(run, parts))
         report = dsp.check(toys.make("Unplanned"), kwargs=toys.inputs("Unplanned", 1, 7, 5), mesh=mesh)
     (problem,) = report.problems
-    assert problem == "the parallel run raised ZeroDivisionError: division by zero (in training, t=7 s=5, call 2)"
+    assert problem == "the parallel run raised ZeroDivisionError: division by zero (training mode, t=7 s=5, call 2)"
 
 
 def test_all_ranks_report_what_one_of_them_sees(mesh: DeviceMesh) -> None:
@@ -229,14 +229,14 @@ def test_all_ranks_report_what_one_of_them_sees(mesh: DeviceMesh) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "compare", compare)
         report = dsp.check(toys.make("Grid"), kwargs=toys.inputs("Grid", 1, 5, 3), mesh=mesh)
-    assert report.problems == ["is seen by one rank (in training, t=5 s=3, call 1)"]
+    assert report.problems == ["is seen by one rank (training mode, t=5 s=3, call 1)"]
 
 
 @pytest.mark.parametrize("mesh", [1, 2])
 def test_what_is_not_covered_is_said(mesh: DeviceMesh) -> None:
     report = dsp.check(Partly(), (torch.randn(1, 5, 3, 4),), mesh=mesh)
     assert report, report.text()
-    assert report.modes == (["in eval mode", "under no_grad", "in training"] if mesh.size() > 1 else [])
+    assert report.modes == (["eval", "no_grad", "training"] if mesh.size() > 1 else [])
     assert all(f"  not covered: {u}" in report.text() for u in report.uncovered)
     expect = (
         ["a parallel run: there is one rank"]
@@ -245,7 +245,7 @@ def test_what_is_not_covered_is_said(mesh: DeviceMesh) -> None:
             "stages that did not run: idle",
             "slices along 'b', which has size 1: space, time",
             "a second size of the inputs: the stages name no dims of the model's own inputs",
-            "values in training: not compared",
+            "outputs and gradients in training mode (the model draws random numbers)",
             "parameters with no gradient but zeros: space.norm.bias, space.norm.weight, space.out.bias and 2 more",
         ]
     )

@@ -453,8 +453,8 @@ def test_errors() -> None:
             dsp.discover(model, args)
 
     says("no dim to shard in FNet but the batch: blocks.0, blocks.1 compute over", FNet(), torch.randn(2, 7, 8))
-    says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x})
-    says("no argument of InADict is the tensor with the most dims", InADict(), {"x": x}, torch.randn(2, C))
+    says("the tensor with the most dims is no argument of InADict", InADict(), {"x": x})
+    says("the tensor with the most dims is no argument of InADict", InADict(), {"x": x}, torch.randn(2, C))
     says("needs example inputs", alternating(2))
     says("no dim to shard in FNet: blocks.0, blocks.1 compute over", FNet(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))

@@ -287,7 +287,9 @@ def test_accelerators() -> None:
     assert (other.link, other.network, other.node) == (dsp.LINKS["pcie5"], dsp.LINKS["infiniband-ndr"], 4)
     with pytest.raises(ValueError, match="no accelerator 'h1000' in the table; it has a100, h100"):
         accelerator("h1000")
-    with pytest.raises(ValueError, match=r"shares of the data sheet's, in \(0, 1\], got 1.5"):
+    with pytest.raises(
+        ValueError, match=r"fractions, in \(0, 1\], of the data sheet's peak and memory bandwidth, got 1.5"
+    ):
         accelerator("h100", products=1.5)
     with pytest.raises(ValueError, match="no link 'nvlink9' in the table"):
         accelerator("h100", link="nvlink9")

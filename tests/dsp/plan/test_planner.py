@@ -278,7 +278,10 @@ def test_a_cut_search_finds_what_fits(monkeypatch):
     [
         (Problem((), (), 0), "at least 1 rank"),
         (Problem((), (Op("empty", (), (), ()),), 2), "'empty' offers no choice"),
-        (Problem((Value("x", EVEN, 2),), (Op("f", (0,), (), (Choice(("t",), ()),)),), 2), "no op before produces it"),
+        (
+            Problem((Value("x", EVEN, 2),), (Op("f", (0,), (), (Choice(("t",), ()),)),), 2),
+            "which no earlier op produces",
+        ),
         (Problem((Value("x", EVEN, 2, (None,)),), (Op("f", (), (0,), (Choice((), ("t",)),)),), 2), "exists already"),
         (
             Problem((Value("x", EVEN, 2, (None,)),), (Op("f", (0,), (), (Choice((), ()),)),), 2),
