@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsp.exchange import SwitchPlan, order_of, packed, place, ranks, switch_plan_of_parts, wait
+from dsp.exchange import SwitchPlan, alone, order_of, packed, place, ranks, switch_plan_of_parts, wait
 from dsp.observers import run_observed, save_observer
 from dsp.planner import chunk_sizes, piece_sizes
 from dsp.wire import Format, format_of
@@ -150,7 +150,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, switch: ChunkedSwitch, *tokens: Tensor) -> Tensor:
         save_observer(ctx)
         ctx.switch = switch
-        return switch.collect()
+        return alone(switch.collect())  # it may be written in place
 
     @staticmethod
     @once_differentiable

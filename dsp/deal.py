@@ -96,7 +96,7 @@ def pairs(size: int) -> int:
     return size * (size + 1) // 2
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def deal_of(size: int, n: int, step: int) -> RowDeal:
     return RowDeal(size, n, step)
 

@@ -81,11 +81,11 @@ class Route:
         """The same with what is found out on the ranks of a 1-D mesh: its nodes, and the links that "auto" lacks. The
         direct one, with a word why, where nodes have unequal shares of the mesh.
 
-        Collective where it measures: call it on every rank of the mesh.
+        Collective: call it on every rank of the mesh.
         """
         if self.way == DIRECT and self.node is None:
             return self
-        shares = [self.node] if self.node else shared_by_nodes(dist.get_process_group_ranks(mesh.get_group()))
+        shares = [self.node] if self.node else shares_of(mesh)
         node, size = max(shares, default=0), mesh.size()
         if len({*shares}) != 1 or (size > node and size % node):
             why = UNEVEN % (size, " and ".join(map(str, dict.fromkeys(shares)))) if shares else UNKNOWN
@@ -121,6 +121,16 @@ class Route:
                 "of dsp.hardware.measured(mesh, node=...)"
             )
         return Ways(size, node, quickest(replace(hardware, node=node), size))
+
+
+def shares_of(mesh: DeviceMesh) -> list[int]:
+    """How many ranks of a mesh each node has; where ranks have another LOCAL_WORLD_SIZE, all of these. Collective: what
+    ranks do next has to be the same."""
+    said: list[Any] = [0] * mesh.size()
+    dist.all_gather_object(said, os.environ.get("LOCAL_WORLD_SIZE", "0"), group=mesh.get_group())
+    if len({*said}) > 1:
+        return [*map(int, said)]
+    return shared_by_nodes(dist.get_process_group_ranks(mesh.get_group()))
 
 
 def shared_by_nodes(ranks: Sequence[int]) -> list[int]:

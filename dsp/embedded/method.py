@@ -20,13 +20,13 @@ from dsp.embedded.ulysses import Ulysses
 from dsp.hardware import Hardware
 from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
-from dsp.overlap import overlap_of
+from dsp.overlap import overlap_of, refuse_overlap
 from dsp.plan.make import plan_stages, stages_of
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.routes import Route
 from dsp.run.agreement import agree
-from dsp.run.parallel import Runtime
+from dsp.run.parallel import Runtime, kind_of
 from dsp.signature import Signature
 from dsp.stages import Stage, find_stages
 from dsp.wire import SAME, Wire
@@ -174,21 +174,22 @@ def parallelize(
     The model takes and returns what it does under DSP, and its gradients are averaged as there. It names its attention
     cores in a dict `cores` beside `stages`; `along=` chooses the dim that stays sharded where they leave a choice.
     `wire`, `route` and `overlap` are of DSP's own switches: what is exchanged inside stages is exact, direct and waited
-    for. Raises
-    ValueError for a method that does not fit the model.
+    for. Raises ValueError for a method that does not fit the model.
     """
+    refuse_overlap(overlap)
     mesh, route = Route.along(mesh, route)
     axis = Axis.of(mesh, Wire.of(wire), route)
     if axis.size > 1:
         travels = {"wire": axis.wire, "route": axis.ways}
         named = {name: getattr(model, name, None) for name in ("stages", "cores", "tensor_parallel", "dap")}
-        given = {"gather_output": gather_output, "method": method, "overlap": overlap, **options}
+        given = {"gather_output": gather_output, "method": method, "overlap": repr(overlap), **options}
         agree(axis, model, {**named, **given, **travels})
     stages, root = prepare(model, method, options)
     if root is not None:
         Signature(model, root, "the model")
     if axis.size > 1:
-        Runtime(model, axis, stages, root, gather_output, overlap=overlap_of(overlap, mesh=mesh)).install()
+        cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))
+        Runtime(model, axis, stages, root, gather_output, overlap=cut).install()
         for stage in stages:
             for inside in stage.inside:
                 if isinstance(inside, Distributed):

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
 from dsp.hardware import Hardware
 from dsp.overlap import MOST, Overlap
 from dsp.plan.cost import Loads
@@ -20,7 +23,7 @@ from dsp.plan.program import Program
 from dsp.plan.record import StageNode
 from dsp.plan.solve import Decision, Solved
 from dsp.planner import MOVES, Layout, Move, Value, chunk_sizes, piece_sizes
-from dsp.private import compiled_call
+from dsp.private import compiled_call, fsdp_precision
 from dsp.stages import Option, Stage
 
 LEAST = 0.05  # of the time of a stage and its switches, that cutting them has to save
@@ -145,18 +148,26 @@ class Overlaps:
 def reasons(stage: Stage, node: StageNode, option: Option) -> Iterator[str]:
     """The reasons against running a stage piece by piece along the dim of an option."""
     memories = {t.memory for t in node.given if t.memory >= 0}
+    made = [r.tensor.memory for r in node.results if r.tensor.memory >= 0]
     patterns = [p for p in (*stage.pattern.inputs, *stage.pattern.outputs) if option.name in p.names]
     against = {
         "it communicates inside": bool(stage.inside) or stage.around is not None,
         "its results are sums, added up over ranks first": option.onto is not None,
         "it draws random numbers": node.measured.random,
         "it writes to what it keeps or was given": node.measured.writes or any(written for written, _ in node.writes),
-        "it returns what it was given": any(r.tensor.memory in memories for r in node.results),
+        "it returns what it was given": any(memory in memories for memory in made),
+        "its results share memory": len({*made}) < len(made),
+        "fully_shard casts its results": casts(stage.module),
         "it returns more than tensors": bool(node.constants),
         "its compile() compiled it: compile its forward instead": compiled_call(stage.module) is not None,
         f"{option.name!r} lies in a fold": any((option.name,) not in p.axes for p in patterns),
     }
     return (reason for reason, holds in against.items() if holds)
+
+
+def casts(module: nn.Module) -> bool:
+    """Tell whether `fully_shard` casts what a module returns, after its pieces have been sent."""
+    return isinstance(module, FSDPModule) and fsdp_precision(module)[2] is not None
 
 
 def plain(m: Move) -> bool:

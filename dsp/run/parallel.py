@@ -151,16 +151,20 @@ def parallelize(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; or a pipeline of diffusers")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
-        options = {"gather_output": gather_output, "compile": compile, "overlap": overlap}
+        options = {"gather_output": gather_output, "compile": compile, "overlap": repr(overlap)}
         agree(axis, model, {"stages": stated, "wire": axis.wire, "route": axis.ways, **options})
     found, root = stages_of(model, stages)
     if root is not None:
         Signature(model, root, "the model")
     if axis.size > 1:
-        kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        cut = overlap_of(overlap, mesh=mesh, dtype=kind)
+        cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))
         Runtime(model, axis, found, root, gather_output, compile, cut).install()
     return model
+
+
+def kind_of(model: nn.Module) -> torch.dtype:
+    """The type in which a model computes, by its parameters."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 @dataclass(eq=False)

@@ -177,7 +177,7 @@ class Pieces:
         found, lie = list[Tensor](), list[At]()
         for k, (own, at) in enumerate(zip(self.made, self.landed)):
             if (target := self.target(k)) is None:
-                found.append(torch.cat(own, at.cut.dim))
+                found.append(dense(torch.cat(own, at.cut.dim), order_of(own[0])))
                 lie.append(at)
                 continue
             for piece in own:

@@ -19,6 +19,7 @@ from zoo.outside import outside
 from zoo.training import UserError, complete
 from zoo.training import config as cfg
 from zoo.training.model import without_weights
+from zoo.training.tasks.video import Lookups
 
 BLOCKS = [block for name in ("adding", "adding-data") for block in blocks(ROOT / f"docs/{name}.md")]
 MODEL, _, DATA, TASK = (block.text for block in BLOCKS if block.language == "python")
@@ -188,6 +189,22 @@ def test_a_model_without_a_row_for_no_class_is_refused_before_the_first_step(fol
         return
     with pytest.raises(UserError, match=f"model convtime:ConvTime looks labels up in a table of {re.escape(message)}"):
         without_weights(task.config, task)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda table, label: table(label),
+        lambda table, label: table(label[:, None]),
+        lambda table, label: torch.stack([table(label[i]) for i in range(len(label))]),
+        lambda table, label: table.weight[label.long()],
+    ],
+)
+def test_the_rows_of_a_label_table_are_those_of_the_table_not_of_the_labels(look):
+    table, label = torch.nn.Embedding(10, 4, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
+    with Lookups(label) as found:
+        look(table, label)
+    assert {*found.rows} == {10}
 
 
 def test_the_data_of_a_task_of_ones_own_are_told_in_words(trainer, folder, capsys):

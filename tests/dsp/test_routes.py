@@ -363,6 +363,14 @@ def nodes(mesh: DeviceMesh, local: str) -> tuple[Ways, list[str]]:
     return ways, heard.texts
 
 
+def at_odds(mesh: DeviceMesh) -> list[str]:
+    """Ranks that are told different numbers of neighbours: none measures while the others do not."""
+    with pytest.MonkeyPatch.context() as patch, Heard() as heard:
+        patch.setenv("LOCAL_WORLD_SIZE", "1" if mesh.get_rank() == 2 else "2")
+        assert dsp.Route("auto").at(mesh) == dsp.Route()
+    return heard.texts
+
+
 def askew(mesh: DeviceMesh) -> list[str]:
     """An axis that begins in the middle of a node: two ranks, one and one."""
     with pytest.MonkeyPatch.context() as patch, Heard() as heard:
@@ -379,6 +387,9 @@ def test_unequal_nodes_switch_directly_and_say_so(ranks) -> None:
     assert not found[1][1]
     assert [ways for ways, _ in ranks(nodes, 4, "2")] == [Ways(4, 2, ((math.inf, "hierarchical"),))] * 4
     assert [ways for ways, _ in ranks(nodes, 4, "4")] == [Ways(4)] * 4  # within a node
+    assert ranks(at_odds, 3)[0] == [
+        "route='auto': switches are direct all the same, for 3 ranks are not a whole number of nodes of 2 and 1"
+    ]
     assert ranks(askew, 4)[0] == ["route='hierarchical': " + said.replace("3 and 1", "2 and 1")]
     odd = dsp.plan(Grid(), kwargs=Grid.inputs(1, 4, 8), size=4, route=dsp.Route("hierarchical", 3))
     assert "4 ranks are not a whole number of nodes of 3" in str(odd)

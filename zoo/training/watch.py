@@ -231,7 +231,8 @@ class Watch:
         if self.progress.stopped:
             told = f"the run was told to stop ({self.progress.stopped}), and {peer} ended before it had a checkpoint"
             late = (
-                "torchrun kills ranks 30 s after the signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives them longer"
+                "if that was 30 s after the signal, torchrun killed it; TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives "
+                "ranks longer"
             )
             self._end(f"error: {told}: {late}. {last}", 1)
         else:

@@ -566,6 +566,57 @@ def test_a_stage_that_cannot_be_cut_is_left_alone(ranks, name: str) -> None:
     ranks(left_alone, 2, name)
 
 
+class Returns(nn.Module):
+    """What `make` makes of a linear layer's result."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.own, self.make = nn.Linear(C, C), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.own(x))
+
+
+def turned(y: Tensor) -> Tensor:
+    return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Written(nn.Module):
+    """Writes in place into a result that was switched, lies in another order in memory, or shares its memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        one, three = "b t s c", "b t s c, b t s c, b t s c"
+        make = {"shared": lambda y: (y * 2, y, y.view_as(y)), "kept": lambda y: (y, turned(y), y + 1), "turned": turned}
+        self.space, self.time, self.kind = Returns(make[kind]), nn.Linear(C, C), kind
+        made = one if kind == "turned" else three
+        self.stages = {"": "x=b t s c", "space": f"b t [s c] -> {made.replace('s c', '[s c]')}", "time": "b [t] s [c]"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "turned":
+            other, y = self.time(x), self.space(x)
+            y += other
+            return self.time(y)
+        a, y, z = self.space(x)
+        if self.kind == "shared":
+            y.mul_(2)
+        else:  # as a view it may be written through
+            y.transpose(1, 2).flatten(0, 1).mul_(2)
+        return torch.cat([self.time(a), y, z], -1)
+
+
+def written(mesh: DeviceMesh, kind: str) -> None:
+    torch.manual_seed(0)
+    single = Written(kind).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=2)
+    beside(single, model, mesh, of_grid(2, 9, 10), rounds=2)
+
+
+@pytest.mark.parametrize("kind", ["shared", "kept", "turned"])
+def test_results_are_written_in_place_as_without_pieces(ranks, kind: str) -> None:
+    ranks(written, 3, kind)
+
+
 class Branches(Behind):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.mean() > 5 else x * 2)

@@ -179,8 +179,9 @@ class Lookups(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if any(x is label for x in args for label in self.labels):
-            if func in (F.embedding, Tensor.__getitem__):
-                self.rows.append(args[func is F.embedding].shape[0])
+            table = args[func is F.embedding] if func in (F.embedding, Tensor.__getitem__) else None
+            if table is not None and all(table is not label for label in self.labels):
+                self.rows.append(table.shape[0])
             elif isinstance(made, Tensor) and made.dtype == self.labels[0].dtype:  # a view or a copy of the labels
                 self.labels.append(made)
         return made
