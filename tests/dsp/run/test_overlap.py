@@ -567,7 +567,7 @@ def test_a_stage_that_cannot_be_cut_is_left_alone(ranks, name: str) -> None:
 
 
 class Returns(nn.Module):
-    """What `make` makes of a linear layer's result."""
+    """A linear layer, and a function `make` of its result."""
 
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
