@@ -61,17 +61,24 @@ def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sweep, "solve", lambda self: pytest.fail("a sweep takes a minute, and finds no better plan"))
 
 
+def planned(length: int) -> dsp.Plan:
+    """The plan of a scan, held to what it may send."""
+    torch.manual_seed(0)
+    plan = dsp.plan(Scan(), torch.randn(1, length, 6), size=2, stages={"": "x=b l c"}, gather_output=False)
+    assert sum(plan.bytes.values()) < 3 * length * 6 * 4  # steps, u, b, c and the results, there and back
+    assert len(plan.switches) <= 6  # before the loop and after it: none a step
+    return plan
+
+
+@pytest.mark.usefixtures("no_sweep")
+def test_a_loop_is_switched_before_its_values_grow() -> None:
+    planned(8)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_sweep")
 def test_a_loop_is_planned_in_time_that_grows_with_its_steps() -> None:
-    torch.manual_seed(0)
-    model, states = Scan(), []
-    for length in (20, 40):
-        plan = dsp.plan(model, torch.randn(1, length, 6), size=2, stages={"": "x=b l c"}, gather_output=False)
-        states.append(dsp.planner.solve(plan.problem).states)
-        activation = length * 6 * 4
-        assert sum(plan.bytes.values()) < 3 * activation  # steps, u, b, c and the results, there and back
-        assert len(plan.switches) <= 6  # before the loop and after it: none a step
+    states = [dsp.planner.solve(planned(length).problem).states for length in (20, 40)]
     assert states[1] < 3 * states[0]
 
 
