@@ -359,5 +359,5 @@ def test_all_to_all_of_a_concatenated_dim(mesh: DeviceMesh, memory: tuple[int, .
 def test_a_joined_dim_has_no_placement() -> None:
     assert Cut(1, (2, 7)).fits((4, 9))
     assert not Cut(1, (2, 7)).fits((4, 8))
-    with pytest.raises(ValueError, match=r"pieces \[2, 7\] that are sharded each on its own"):
+    with pytest.raises(ValueError, match=r"pieces \[2, 7\], each sharded on its own"):
         Cut(1, (2, 7)).placement()
