@@ -86,7 +86,7 @@ def same(expect: list[Tensor], got: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(("n", "node"), NODES)
 @pytest.mark.parametrize("way", LEGS)
-@pytest.mark.parametrize("wire", ["same", "fp8", long("bf16")])
+@pytest.mark.parametrize("wire", ["same", slow("fp8"), long("bf16")])
 def test_every_way_brings_the_same(over, wire: str, way: str, n: int, node: int) -> None:
     over(alike, n, node, way, wire)
 
@@ -207,6 +207,7 @@ def test_formats_and_ways_together(ranks) -> None:
         ranks(trains, 4, case, "fp8", dsp.Route(way, 2))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_goes_the_same_way(ranks) -> None:
     ranks(compiled, 4)
 

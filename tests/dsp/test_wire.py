@@ -342,6 +342,7 @@ def compiled(mesh: DeviceMesh) -> None:
         torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_sends_the_same(ranks) -> None:
     ranks(compiled, 2)
 

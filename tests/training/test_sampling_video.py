@@ -130,6 +130,7 @@ def test_a_run_shows_samples_under_real_clips(run, data):
     assert again.titles == clips.titles
 
 
+@pytest.mark.slow
 def test_a_run_that_could_not_decode_does_not_begin(runs, models, tmp_path, capsys, monkeypatch):
     runs("name=a", "sample.vae=/nowhere", expect=2)
     assert re.search(
