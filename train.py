@@ -115,7 +115,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     # model: shapes alone, weights come last
     model, objective, stages = without_weights(config, task)
     route = dsp.Route(config.parallel.route, hardware=hardware).at(mesh["sp"])  # by links that are measured, for auto
-    overlap = user_error(overlap_in, config, mesh["sp"] if sp > 1 else None)  # likewise
+    overlap = user_error(overlap_in, config, mesh["sp"] if sp > 1 else None, hardware)  # likewise
     plan = make_plan(config, task, objective, sp, route=route, overlap=overlap)
     check_memory(config, task, model, plan, device)
     directory = ranks.on_first_rank(lambda: open_run(config, owner))

@@ -56,7 +56,7 @@ class RowDeal:
             start += length
         return found
 
-    @property
+    @cached_property
     def travels(self) -> bool:
         """Tell whether anything has to be sent."""
         return any(k for rank, own in enumerate(self.met) for other, k in enumerate(own) if other != rank)

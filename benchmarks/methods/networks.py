@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 import dsp
 from benchmarks.common import circumstances, line, options, table, write_down
+from benchmarks.methods.cluster import take_turns
 from benchmarks.methods.hosts import Ranks, serve, stoppable
 from benchmarks.methods.links import Emulated, Network, Wire, why_not
 from benchmarks.methods.rivals import Shape, Step, all_ranks
@@ -67,13 +68,14 @@ def build(name: str, shape: dict[str, int]) -> int:
 
 
 def timed(name: str) -> tuple[float, float]:
-    """Seconds of one step on this rank, from when all were ready, and how many of them its thread computed."""
+    """Seconds of one step on this rank, from when all were ready: those that its thread computed, and the rest."""
     step = STEPS[name]
     dist.barrier()
     began, worked = time.perf_counter(), time.thread_time()
     step.backward(step.forward())
     step.average()
-    return time.perf_counter() - began, time.thread_time() - worked
+    worked = time.thread_time() - worked
+    return worked, time.perf_counter() - began - worked
 
 
 def hardware(node: int) -> dict[str, Any]:
@@ -83,18 +85,6 @@ def hardware(node: int) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------- the program
-
-
-def taken(ranks: Ranks, names: Sequence[str], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, waited) of each step by the slowest rank; every configuration once a round, and first in turn."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for i in range(-1, rounds):  # -1 is to warm up
-        for j in range(len(names)):
-            name = names[(i + j) % len(names)]
-            seconds, worked = max(ranks.ask("timed", name=name))
-            if i >= 0:
-                found[name].append((seconds, seconds - worked))
-    return found
 
 
 def foretold(name: str, shape: Shape, ranks: int, links: dict[str, Any], computing: float) -> float:
@@ -110,16 +100,15 @@ def foretold(name: str, shape: Shape, ranks: int, links: dict[str, Any], computi
 def one(hosts: Emulated, ranks: Ranks, network: Network, o: Any, shape: Shape, computing: dict[str, float]) -> Any:
     """Every configuration on one network."""
     hosts.shape(network)
-    names = list(CONFIGURATIONS)
     links = ranks.ask("hardware", node=network.node)[0]
-    rounds = taken(ranks, names, o.rounds)
+    rounds = take_turns(list(CONFIGURATIONS), o.rounds, lambda name: ranks.ask("timed", name=name))
     rows = {}
-    for name in names:
-        seconds = statistics.median(s for s, _ in rounds[name])
-        ratios = [s / base for (s, _), (base, _) in zip(rounds[name], rounds["dsp"])]
+    for name, own in rounds.items():
+        ratios = [sum(parts) / sum(base) for parts, base in zip(own, rounds["dsp"])]
         rows[name] = {
-            "seconds": seconds, "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
-            "waits": statistics.median(w for _, w in rounds[name]),
+            "seconds": statistics.median(map(sum, own)),
+            "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
+            "waits": statistics.median(waited for _, waited in own),
             "predicted": foretold(name, shape, ranks.size, links, computing[name]),
         }  # fmt: skip
     best, chosen = (min(rows, key=lambda name, of=of: rows[name][of]) for of in ("seconds", "predicted"))
@@ -146,8 +135,8 @@ def main(arguments: Sequence[str]) -> int:
     with stoppable(), Emulated(o.ranks) as hosts, Ranks(__file__, o.ranks, hosts) as ranks:
         found["bytes"] = {name: max(ranks.ask("build", name=name, shape=vars(shape))) for name in CONFIGURATIONS}
         hosts.rate(None)
-        free = taken(ranks, list(CONFIGURATIONS), o.rounds)
-        computing = {name: statistics.median(s - waited for s, waited in of) for name, of in free.items()}
+        free = take_turns(list(CONFIGURATIONS), o.rounds, lambda name: ranks.ask("timed", name=name))
+        computing = {name: statistics.median(worked for worked, _ in own) for name, own in free.items()}
         found["computing"] = computing
         for network in drawn(o.networks, o.ranks, o.seed):
             found["networks"].append(each := one(hosts, ranks, network, o, shape, computing))

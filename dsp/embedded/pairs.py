@@ -21,26 +21,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.exchange import ranks
+from dsp.messages import messages
 from dsp.private import _resolve_process_group
 
 
 class Hop:
-    """Tensors on their way to one rank while those of another arrive in `rooms`; `wait` gives these.
-
-    Both sides know the sizes, and that of nothing nothing need be sent.
-    """
+    """Tensors on their way to one rank while those of another arrive in `rooms`; `wait` gives these."""
 
     def __init__(self, send: Sequence[Tensor], to: int, rooms: Sequence[Tensor], origin: int, group: str) -> None:
-        pg = _resolve_process_group(group)  # type: ignore[arg-type]
         self.sent, self.rooms = [x.contiguous() for x in send], rooms
-        ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=to) for x in self.sent if x.numel()]
-        ops += [dist.P2POp(dist.irecv, x, group=pg, group_peer=origin) for x in rooms if x.numel()]
-        self.works = dist.batch_isend_irecv(ops) if ops else []
+        going, coming = [(to, x) for x in self.sent], [(origin, x) for x in rooms]
+        self.works = messages(going, coming, _resolve_process_group(group))  # type: ignore[arg-type]
 
     def wait(self) -> Sequence[Tensor]:
         for work in self.works:

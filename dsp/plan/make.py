@@ -33,8 +33,9 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     """Solve a trace; `stages` by name."""
     found = solved(travelling(t, goal.wire), stages, goal)
     program = Program(found)
-    overlaps = Overlaps(found, program, goal.overlap)
-    traffic, loads = PlannedTraffic(found, program, goal, overlaps), Loads(found)
+    loads = Loads(found)
+    overlaps = Overlaps(loads, program, goal.overlap)
+    traffic = PlannedTraffic(found, program, goal, overlaps)
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in traffic.sends.items()}
     shares = loads.shares
     return Plan(

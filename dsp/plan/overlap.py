@@ -21,7 +21,7 @@ from dsp.plan.cost import Loads
 from dsp.plan.hidden import Overlapped, Phase
 from dsp.plan.program import Program
 from dsp.plan.record import StageNode
-from dsp.plan.solve import Decision, Solved
+from dsp.plan.solve import Decision
 from dsp.planner import MOVES, Layout, Move, Value, chunk_sizes, piece_sizes
 from dsp.private import compiled_call, fsdp_precision
 from dsp.stages import Option, Stage
@@ -33,8 +33,9 @@ NOBODY = "no stage makes what is switched, nor reads it alone"
 class Overlaps:
     """The switches that travel while stages compute, by stage call in `found`; in how many pieces, by op and move."""
 
-    def __init__(self, found: Solved, program: Program, overlap: Overlap) -> None:
-        self.solved, self.program, self.trace = found, program, found.trace
+    def __init__(self, loads: Loads, program: Program, overlap: Overlap) -> None:
+        found = loads.found
+        self.loads, self.solved, self.program, self.trace = loads, found, program, found.trace
         self.size, self.overlap = found.size, overlap
         self.found: list[Overlapped] = []
         self.pieces: dict[int, int] = {}
@@ -47,10 +48,6 @@ class Overlaps:
             self.decide(found.steps[at], behind.get(at, []), before.get(at, []))
         if rest:
             self.found.append(Overlapped("", len(rest), (), reason=NOBODY))
-
-    @cached_property
-    def loads(self) -> Loads:
-        return Loads(self.solved)
 
     @cached_property
     def nodes(self) -> dict[int, StageNode]:

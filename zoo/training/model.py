@@ -85,9 +85,11 @@ def known_hardware(config: Config) -> dsp.Hardware | None:
     )  # fmt: skip
 
 
-def overlap_in(config: Config, mesh: DeviceMesh | None = None) -> int | dsp.Hardware | None:
-    """`parallel.overlap`; auto decides by the hardware that is configured, or else by measuring that of a mesh."""
-    given, hardware = config.parallel.overlap, known_hardware(config)
+def overlap_in(
+    config: Config, mesh: DeviceMesh | None = None, measured: dsp.Hardware | None = None
+) -> int | dsp.Hardware | None:
+    """`parallel.overlap`; auto decides by the hardware that is configured or was measured, or else measures a mesh."""
+    given, hardware = config.parallel.overlap, known_hardware(config) or measured
     if given == "auto" and hardware is None and mesh is None:
         return None
     return overlap_of(given, hardware, mesh if hardware is None else None, compute_dtype(config))
