@@ -228,7 +228,7 @@ def test_networks(script, tmp_path: Path) -> None:
     assert one["rows"].keys() == networks.CONFIGURATIONS.keys()
     assert all(0 < row["waits"] < row["seconds"] for row in one["rows"].values())
     assert {one["best"], one["chosen"]} <= one["rows"].keys()
-    assert namespaces() == before
+    assert namespaces() <= before
 
 
 @pytest.mark.slow
