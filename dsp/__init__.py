@@ -1,23 +1,29 @@
-"""Dynamic Sequence Parallelism: shard a multi-dimensional model along the dims a stage does not compute over."""
+"""Dynamic Sequence Parallelism: shard a multi-dimensional model along the dims a stage does not compute over.
+
+A name is loaded when it is first used.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dsp.check import Report, check
-from dsp.count import count_comm
-from dsp.hardware import LINKS, Hardware, Link
-from dsp.notation import NotationError
-from dsp.ops import gather, hand_over, mean, split, start_switch, switch
-from dsp.plan import Plan, Sizing, choose, plan, without_data
-from dsp.routes import Route
-from dsp.rules import GlueError
-from dsp.run import parallelize
-
 if TYPE_CHECKING:
     from dsp import embedded
-    from dsp.discovery import discover
+    from dsp.check.check import check
+    from dsp.check.report import Report
+    from dsp.count import count_comm
+    from dsp.discovery.discover import discover
+    from dsp.hardware import LINKS, Hardware, Link
+    from dsp.notation import NotationError
+    from dsp.ops import gather, hand_over, mean, split, start_switch, switch
+    from dsp.plan.choose import Sizing, choose
+    from dsp.plan.make import plan
+    from dsp.plan.table import Plan
+    from dsp.plan.without_data import without_data
+    from dsp.routes import Route
+    from dsp.rules import GlueError
+    from dsp.run import parallelize
 
 __version__ = "0.2.0"
 
@@ -47,11 +53,37 @@ __all__ = [
     "without_data",
 ]
 
+NAMES = {
+    "check.check": "check",
+    "check.report": "Report",
+    "count": "count_comm",
+    "discovery": "discover",
+    "hardware": "LINKS Hardware Link",
+    "notation": "NotationError",
+    "ops": "gather hand_over mean split start_switch switch",
+    "plan.choose": "Sizing choose",
+    "plan.make": "plan",
+    "plan.table": "Plan",
+    "plan.without_data": "without_data",
+    "routes": "Route",
+    "rules": "GlueError",
+    "run": "parallelize",
+}
+FOUND_IN = {name: module for module, names in NAMES.items() for name in names.split()}
+for _package in ("check", "plan"):  # of functions' names, which they would take when something of them is imported
+    import_module(f"dsp.{_package}")
+    del globals()[_package]
+
 
 def __getattr__(name: str) -> Any:
-    """`discover` and `embedded`, which are loaded when they are used."""
-    if name == "discover":
-        return import_module("dsp.discovery").discover
+    """The public names, each loaded when it is used."""
     if name == "embedded":
         return import_module("dsp.embedded")
+    if name in FOUND_IN:
+        found = globals()[name] = getattr(import_module(f"dsp.{FOUND_IN[name]}"), name)
+        return found
     raise AttributeError(f"module 'dsp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dsp.check import check as checked
+from dsp.check.check import check as checked
 from dsp.count import count_comm
 from dsp.hardware import LINKS, measure
 from dsp.ops import mean, split, switch
-from dsp.plan import plan
+from dsp.plan.make import plan
 from dsp.routes import AUTO, Route
 from dsp.run import parallelize
 

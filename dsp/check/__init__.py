@@ -2,8 +2,3 @@
 
 What is found wrong is a problem; what was not looked at is said, too.
 """
-
-from dsp.check.check import check
-from dsp.check.report import Report
-
-__all__ = ["Report", "check"]
