@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsp import embedded
+    from dsp.calls import GlueError
     from dsp.check.check import check
     from dsp.check.report import Report
     from dsp.count import count_comm
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from dsp.plan.table import Plan
     from dsp.plan.without_data import without_data
     from dsp.routes import Route
-    from dsp.rules import GlueError
     from dsp.run import parallelize
 
 __version__ = "0.2.0"
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 NAMES = {
+    "calls": "GlueError",
     "check.check": "check",
     "check.report": "Report",
     "count": "count_comm",
@@ -66,7 +67,6 @@ NAMES = {
     "plan.table": "Plan",
     "plan.without_data": "without_data",
     "routes": "Route",
-    "rules": "GlueError",
     "run": "parallelize",
 }
 FOUND_IN = {name: module for module, names in NAMES.items() for name in names.split()}

@@ -49,6 +49,7 @@ _FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 Cl
 )
 LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
+FLEX = "torch.nn.attention.flex_attention"  # the module of functions that read no place: those of no mask, no change
 GRAD_SWITCH = torch._C._set_grad_enabled  # as a graph records it
 OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for their gradient, though it is a function
 
@@ -261,6 +262,7 @@ set_backward_hooks: Any = Tensor._backward_hooks.__set__  # type: ignore[union-a
 
 __all__ = [
     "COMPILERS_OWN",
+    "FLEX",
     "GRAD_SWITCH",
     "LEAF",
     "OF_AN_OP",

@@ -126,14 +126,14 @@ FAULTS = [
     ),
     Fault(
         "discover does not look into functions that are many operations",
-        "dsp/rules/between.py",
+        "dsp/between.py",
         "if what.decomposition is not None and (out",
         "if type(self).__name__ != 'Recording' and what.decomposition is not None and (out",
         "dsp/test_discover::test_dims_are_followed_through_a_function_that_is_many_operations",
     ),
     Fault(
         "zeros of a sharded tensor's type count as sharded",
-        "dsp/rules/between.py",
+        "dsp/between.py",
         "if what.dtype_arg is not None:",
         "if False:",
         "dsp/plan/test_plan_word",
@@ -407,7 +407,7 @@ FAULTS = [
     ),
     Fault(
         "what the collector of garbage does is an operation of the model",
-        "dsp/rules/functions.py",
+        "dsp/traits.py",
         '    set_backward_hooks: "register_hook",\n',
         "",
         "dsp/run/test_host::test_the_collector_may_come_at_any_operation",

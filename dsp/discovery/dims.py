@@ -16,6 +16,7 @@ from typing import Any
 from dsp.layout import Cut
 from dsp.plan.record import OperationNode, Ref
 from dsp.rules import RULES, Outcome
+from dsp.rules.call import frame_of
 
 MANY = 64  # elements of a dim
 
@@ -239,7 +240,7 @@ class Follower:
 def outcome_of(node: OperationNode, cuts: Mapping[int, Cut | None], n: int) -> Outcome | None:
     """The rule's outcome on n ranks; None where it refuses, as it does what it was not made for."""
     try:
-        return node.frame(cuts, n).outcome()
+        return frame_of(node, cuts, n).outcome()
     except Exception:
         return None
 

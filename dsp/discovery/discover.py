@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dsp import randomness
+from dsp.calls import GlueError
 from dsp.collectives import inexact
 from dsp.discovery.calls import ModuleCall
 from dsp.discovery.patterns import Patterns
@@ -37,7 +38,6 @@ from dsp.plan.reads import READS, place
 from dsp.plan.skeleton import Skeleton
 from dsp.plan.solve import Goal
 from dsp.private import FakeTensorMode, fake_tensor, pytree
-from dsp.rules import GlueError
 from dsp.slices import Probe, call_part, copies
 from dsp.tensors import remade, tensors_in
 from dsp.text import Moving, number_of

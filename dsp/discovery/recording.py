@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dsp.between import Between, unrunnable
 from dsp.discovery.calls import ModuleCall
 from dsp.plan.record import Ref, WholeNode
 from dsp.plan.recorder import Recorder
-from dsp.rules.between import Between, unrunnable
-from dsp.rules.functions import Traits, traits
 from dsp.signature import Signature
 from dsp.slices import copied
 from dsp.tensors import tensors_in
+from dsp.traits import Traits, traits
 
 
 class Recording(Between):

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dsp.calls import replaced
 from dsp.discovery.dims import outcome_of, ranks_for
 from dsp.discovery.recording import Recording
 from dsp.layout import Cut
 from dsp.plan.record import OperationNode, Ref
-from dsp.rules import Outcome, replaced
+from dsp.rules import Outcome
 from dsp.slices import Probe, call_part, copied
 
 Cuts = Sequence[Cut | None]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from dsp.calls import GlueError
 from dsp.notation import BATCH_NAMES, StagePattern, TensorPattern, parse
 from dsp.plan.record import OperationNode
-from dsp.rules import GlueError
+from dsp.rules.call import frame_of
 from dsp.text import generic
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def reasons(t: Trace, plan: Plan) -> Iterator[tuple[str, str]]:
         syms = [(i, t.tracked[x.number]) for i, x in enumerate(node.operands) if x.number in t.tracked]
         for i, cut in [(i, cut) for i, sym in syms for cut in sym.cuts.values()]:
             try:
-                node.frame({i: cut}, plan.size).outcome()
+                frame_of(node, {i: cut}, plan.size).outcome()
             except GlueError as error:
                 yield node.name, error.reason
                 break

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dsp.calls import GlueError
 from dsp.layout import Cut
 from dsp.plan.events import Sym
 from dsp.planner import Choice
-from dsp.rules import GlueError
 
 if TYPE_CHECKING:
     from dsp.plan.operation import Operation

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from dsp.calls import GlueError
 from dsp.layout import Cut
 from dsp.methods import CommBytes
 from dsp.notation import NotationError, TensorPattern
@@ -16,9 +17,8 @@ from dsp.plan.operations import Operations
 from dsp.plan.record import Cost, LeftNode, Node, OperationNode, Record, Ref, StageNode, WholeNode
 from dsp.plan.values import Edges, is_batch
 from dsp.planner import MOVES, Choice, Layout, Op, Value
-from dsp.rules import GlueError
-from dsp.rules.sources import FILLED
 from dsp.stages import Option, cut_for, fits_fold
+from dsp.traits import FILLED
 
 SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
 AGAIN = 4  # times that a pass starts again because a tensor is longer than all before it

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from dsp.calls import GlueError
 from dsp.layout import Cut
 from dsp.plan.events import NodeFacts, Sym
 from dsp.plan.record import OperationNode, Ref
 from dsp.planner import Choice, Extent, Layout
-from dsp.rules import Frame, GlueError, Outcome
+from dsp.rules import Frame, Outcome
+from dsp.rules.call import frame_of
 from dsp.rules.sources import EXPANDED
 
 Combo = tuple[Layout, ...]  # a layout for each value that an operation reads
@@ -81,7 +83,7 @@ class Operation:
 
     def frame(self, cuts: Mapping[int, Cut | None], apart: bool = False) -> Frame:
         """The call with Operands for tensors; `cuts` by position among the tensor arguments."""
-        return self.node.frame(cuts, self.n, apart)
+        return frame_of(self.node, cuts, self.n, apart)
 
     def outcome(self, cuts: Mapping[int, Cut | None], apart: bool = False) -> Outcome | GlueError:
         try:

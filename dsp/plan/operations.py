@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import add
 
+from dsp.calls import GlueError
 from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.plan.events import Event, Execution, NodeFacts, Passing, Sym
@@ -16,9 +17,10 @@ from dsp.plan.operation import Combo, Offers, Operation
 from dsp.plan.record import OperationNode, Record, Ref
 from dsp.plan.values import Values, first_part, is_batch
 from dsp.planner import Choice, Layout, Op, length
-from dsp.rules import SOURCES, DealtRows, GlueError, Outcome, source_cuts
+from dsp.rules import DealtRows, Outcome, source_cuts
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
-from dsp.rules.sources import EXPANDED, FILLED
+from dsp.rules.sources import EXPANDED
+from dsp.traits import FILLED, SOURCES
 
 # they return their argument where there is nothing to do
 SAME = frozenset(

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from dsp.calls import GlueError
 from dsp.lines import lines_of
 from dsp.notation import NotationError, StagePattern
 from dsp.plan.events import Trace
 from dsp.plan.tracing import trace
 from dsp.private import DataDependentOutputException, DynamicOutputShapeException
-from dsp.rules import GlueError
-from dsp.rules.functions import op_name
 from dsp.stages import Stage
 from dsp.tensors import tensors_in
+from dsp.traits import op_name
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # of numpy(), of a number's format, of pickle

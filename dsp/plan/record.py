@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsp.calls import GlueError, Operand
 from dsp.layout import Cut
 from dsp.methods import CommBytes
 from dsp.notation import NotationError, TensorPattern
 from dsp.planner import Layout
-from dsp.rules import Frame, GlueError, Operand, replaced
 from dsp.stages import Option
 
 
@@ -126,11 +126,6 @@ class OperationNode(Node):
     def written(self) -> tuple[Sequence[Ref], str]:
         results = self.results or self.operands[:1] if self.in_place else self.results
         return [t for t in results if t.memory >= 0], self.name
-
-    def frame(self, cuts: Mapping[int, Cut | None], n: int, apart: bool = False) -> Frame:
-        """The call on `n` ranks with operands cut so; `cuts` by position among them."""
-        operands = iter([Operand(t.shape, cuts.get(i)) for i, t in enumerate(self.operands)])
-        return Frame(self.name, *replaced(self.args, self.kwargs, operands), n, apart=apart)
 
 
 class Result(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dsp.calls import GlueError, replaced, tensor_args
 from dsp.layout import Cut
 from dsp.lines import line_now
 from dsp.plan.record import (
@@ -22,10 +23,7 @@ from dsp.plan.record import (
     StageNode,
     WholeNode,
 )
-from dsp.private import StorageWeakRef, base_of, checkpoint_frame, compiled_callers
-from dsp.rules import GlueError, replaced, tensor_args
-from dsp.rules.flex import OWN
-from dsp.rules.sources import FILLED, SOURCES
+from dsp.private import FLEX, StorageWeakRef, base_of, checkpoint_frame, compiled_callers
 from dsp.signature import Bound
 from dsp.stages import Stage
 from dsp.tensors import (
@@ -39,6 +37,7 @@ from dsp.tensors import (
     tensors_in,
     version,
 )
+from dsp.traits import FILLED, SOURCES
 
 UNMEASURED = Measured()  # of a run
 
@@ -210,7 +209,7 @@ def compiled() -> tuple[str, ...]:
     """The names of what torch.compile was given and runs now: it is followed uncompiled, and a plan says so."""
     names = []
     for f in compiled_callers():
-        own = getattr(f, "__module__", "") == OWN  # flex_attention, whose kernel is compiled all the same
+        own = getattr(f, "__module__", "") == FLEX  # flex_attention, whose kernel is compiled all the same
         names.append("" if own else getattr(f, "__qualname__", type(f).__name__))
     return tuple(names)
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsp.calls import Operand
 from dsp.layout import Cut
 from dsp.planner import MOVES, Layout, Value
-from dsp.rules import Operand
 
 Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that a value was made as
 

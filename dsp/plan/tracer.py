@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.between import Between, suspects, unrunnable
 from dsp.layout import cut_of
 from dsp.methods import CommBytes, StageMethod
 from dsp.plan.meter import Meter, visible
@@ -21,13 +22,12 @@ from dsp.plan.recorder import Recorder
 from dsp.plan.skeleton import checkpointed
 from dsp.plan.stage_cache import fingerprint
 from dsp.private import storage_id
-from dsp.rules.between import Between, suspects, unrunnable
 from dsp.rules.flex import captured_by, flex_attention, rehearsed, unreadable
-from dsp.rules.functions import BY_NUMBER, Traits, traits
 from dsp.sharded import Sharded, laid_out
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in, version
 from dsp.text import Moving
+from dsp.traits import BY_NUMBER, Traits, traits
 
 LEFT = (Sharded, DTensor)  # by earlier calls
 

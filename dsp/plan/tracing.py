@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp.calls import GlueError
 from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.notation import StagePattern
@@ -28,7 +29,6 @@ from dsp.plan.skeleton import Skeleton
 from dsp.plan.stage_cache import alike, fingerprint, once
 from dsp.plan.tracer import Tracer
 from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor, schema_of, storage_id
-from dsp.rules import GlueError
 from dsp.sharded import Sharded
 from dsp.signature import Bound, Signature, sizes_of_root
 from dsp.stages import Stage, clean

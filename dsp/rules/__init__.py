@@ -8,23 +8,15 @@ which the plan gathers for it: on shards it may be exact, but nobody has shown i
 
 from __future__ import annotations
 
-from dsp.rules import along, attention, elementwise, flex, joins, products, sequences, shape, windows
-from dsp.rules.call import (
-    RULES,
-    DealtRows,
-    Frame,
-    GlueError,
-    Operand,
-    Outcome,
-    Rule,
-    replaced,
-    tensor_args,
-    without_operands,
-)
-from dsp.rules.sources import SOURCES, localize_source, source_cuts
+from dsp.calls import GlueError, Operand, replaced, tensor_args, without_operands
+from dsp.rules import along, attention, elementwise, flex, joins, products, sequences, shape, sources, windows
+from dsp.rules import written_out as others
+from dsp.rules.call import RULES, DealtRows, Frame, Outcome, Rule
+from dsp.rules.sources import localize_source, source_cuts
+from dsp.traits import SOURCES
 
-# each puts its own into RULES
-MODULES = along, attention, elementwise, flex, joins, products, sequences, shape, windows
+# each puts its own into RULES, or into the tables of `dsp.traits`
+MODULES = along, attention, elementwise, flex, joins, products, sequences, shape, sources, windows, others
 
 __all__ = [
     "RULES", "SOURCES", "DealtRows", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "replaced",

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from dsp.calls import Operand
 from dsp.layout import Cut
 from dsp.rules import statistics
-from dsp.rules.call import Frame, Operand, Outcome, align, apart, first, rule
+from dsp.rules.call import Frame, Outcome, align, apart, first, rule
 from dsp.rules.elementwise import elementwise
 
 

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dsp.calls import Operand
 from dsp.deal import RowDeal
 from dsp.layout import Cut, chunk
 from dsp.rows import Rows
-from dsp.rules.call import DealtRows, Frame, Operand, Outcome, align, rule
+from dsp.rules.call import DealtRows, Frame, Outcome, align, rule
 
 Heads = Callable[[Tensor], Tensor]  # of the keys' heads that a rank read, one for each head of its queries
 

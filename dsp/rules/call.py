@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from dsp.calls import GlueError, Operand, replaced
 from dsp.deal import RowDeal
 from dsp.layout import Cut
-from dsp.lines import lines_of
 from dsp.rows import Rows
-
-
-class GlueError(RuntimeError):
-    """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers.
-
-    Its text ends with the line of the user's code that the error came through last, or is about: `line`; `reason`: of
-    a rule, by itself.
-    """
-
-    line = reason = ""
-
-    def __str__(self) -> str:
-        lines = lines_of(self)
-        line = self.line or (lines[-1].short if lines else "")
-        return super().__str__() + (f" (at {line})" if line else "")
-
-
-@dataclass(eq=False)
-class Operand:
-    """A tensor argument: global shape, and where it is cut (None: whole on every rank)."""
-
-    shape: tuple[int, ...]
-    cut: Cut | None = None
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
 
 class DealtRows(NamedTuple):
@@ -166,41 +139,26 @@ class Frame:
         return [self.normal(dim, ndim) for dim in ([given] if isinstance(given, int) else given)]
 
 
+class Recorded(Protocol):
+    """An operation of a record: its operands stand among its arguments."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def operands(self) -> Sequence[Operand]: ...
+
+
+def frame_of(node: Recorded, cuts: Mapping[int, Cut | None], n: int, apart: bool = False) -> Frame:
+    """A recorded call on `n` ranks with operands cut so; `cuts` by position among them."""
+    operands = iter([Operand(t.shape, cuts.get(i)) for i, t in enumerate(node.operands)])
+    return Frame(node.name, *replaced(node.args, node.kwargs, operands), n, apart=apart)
+
+
 def sizes_of(given: Any) -> list[Any]:
     """Given one by one, or as one sequence."""
     return list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
-
-
-def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors among an operation's arguments, in the order in which `Frame` numbers them."""
-    found: list[torch.Tensor] = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, torch.Tensor):
-            found.append(a)
-        elif type(a) in (list, tuple):
-            found.extend(tensor_args(a, {}))
-    return found
-
-
-def with_operands(value: Any, new: Iterator[Any]) -> Any:
-    if isinstance(value, (torch.Tensor, Operand)):
-        return next(new)
-    if type(value) in (list, tuple):
-        return type(value)(with_operands(v, new) for v in value)
-    return value
-
-
-def replaced(args: Any, kwargs: Mapping[str, Any], new: Iterator[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call with the tensors among its arguments replaced, in order."""
-    return with_operands(tuple(args), new), {k: with_operands(v, new) for k, v in kwargs.items()}
-
-
-def without_operands(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, Operand):
-        return tensors[id(value)]
-    if type(value) in (list, tuple):
-        return type(value)(without_operands(v, tensors) for v in value)
-    return value
 
 
 Rule = Callable[[Frame], Outcome]

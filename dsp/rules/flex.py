@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from dsp.calls import GlueError
 from dsp.deal import RowDeal, deal_of
 from dsp.layout import Cut, chunk
-from dsp.private import _disable_current_modes, compiling
+from dsp.private import FLEX, _disable_current_modes, compiling
 from dsp.rules.attention import shared_heads
-from dsp.rules.call import DealtRows, Frame, GlueError, Outcome, rule
+from dsp.rules.call import DealtRows, Frame, Outcome, rule
 from dsp.sharded import Sharded
 
 KERNELS = 64  # pairs of functions, and kinds of shapes, that the kernel of one process is compiled for
 ROUNDS = 16  # at the least, if there are as many blocks of queries: how evenly work of any kind is dealt
 SAMPLE = 256  # places at the least at which a mask is looked at
-OWN = "torch.nn.attention.flex_attention"  # the module of functions that read no place: those of no mask, no change
 
 
 def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +249,7 @@ class OfPieces(Local):
 
 def plain(function: Any) -> bool:
     """Tell whether it is one of torch's own, which read no place."""
-    return getattr(function, "__module__", "") == OWN and getattr(function, "__closure__", None) is None
+    return getattr(function, "__module__", "") == FLEX and getattr(function, "__closure__", None) is None
 
 
 def rows_of(blocks: Any, first: list[int], last: list[int], own: int) -> Any:

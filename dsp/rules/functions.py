@@ -1,71 +1,9 @@
-"""The traits of torch functions: plain names, and which functions need care between stages."""
+"""The functions that need care between stages, by their plain names: random ones, views, and what may be one."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-
-from dsp.private import set_backward_hooks
-from dsp.rules.written_out import KERNELS, KEYWORDS, WRITTEN_OUT
-
-BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
-STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # they read memory as it lies: each rank has its own
-UNRUNNABLE = {
-    "autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER},
-    **{name: f"{name}()" for name in STRIDED},
-}  # fmt: skip
-METADATA = frozenset(
-    """
-size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference
-element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
-promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_tensor
-requires_grad data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
-has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.default
-""".split()
-)
-
-
-# functions whose plain name is that of another: what reads a number is no cast
-HOMONYMS = {
-    torch.embedding: "embedding_of_weight",
-    torch.binary_cross_entropy_with_logits: "binary_cross_entropy_by_number",
-    torch.nn.functional.unfold: "im2col",
-    torch.autograd.grad: "autograd_grad",
-    Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
-    Tensor.requires_grad_: "requires_grad",
-    set_backward_hooks: "register_hook",
-    **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
-}
-
-
-def op_name(func: Any) -> tuple[str, bool]:
-    """(plain name, whether it reads an attribute): ``Tensor.__iadd__`` is "iadd", ``x.shape`` is ("shape", True)."""
-    if func in HOMONYMS:
-        return HOMONYMS[func], False
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "?"), True
-    return name.strip("_").removeprefix("linalg_"), False
-
-
-def in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_DUNDER
-
-
-_INPLACE_DUNDER = frozenset(
-    """
-__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__
-__ilshift__ __irshift__
-""".split()
-)
-ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
-
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # products mix every element of one operand with every element of the other
 PRODUCTS = frozenset(
@@ -124,53 +62,3 @@ split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expa
 # of what tells of a tensor: what reads it, or lets others read it; properties in Python, such as
 # __cuda_array_interface__, have a name from Python 3.13 on
 TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor ? __cuda_array_interface__".split())
-
-
-# which argument only gives a type and a device: how it lies is no matter
-DTYPE_ARG = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0, "new_empty": 0}
-
-
-class Traits(NamedTuple):
-    """The traits of one torch function.
-
-    name: its plain name; metadata: it reads no numbers; in_place: it writes into its first argument; dtype_arg: the
-    position of an argument that may be a tensor of which the type alone is read; decomposition: the same function,
-    written out in others, which returns None for a call that it does not cover.
-    """
-
-    name: str
-    metadata: bool
-    in_place: bool
-    dtype_arg: int | None
-    decomposition: Callable[..., Any] | None
-
-    def written_out(self, mode: Any, args: Any, kwargs: Any) -> Any:
-        """The result by the decomposition, whose operations `mode` sees; None of a call that has none."""
-        if self.decomposition is None or kwargs.get("out") is not None:
-            return None
-        if self.name == "setitem" and not isinstance(args[1], Tensor):
-            return None
-        if kwargs:
-            kwargs = {KEYWORDS.get(k, k): v for k, v in kwargs.items()}
-            if not kwargs.keys() <= taken(self.decomposition):
-                return None
-        with mode:
-            return self.decomposition(*args, **kwargs)
-
-
-@cache
-def taken(function: Callable[..., Any]) -> frozenset[str]:
-    """The arguments that it takes by name."""
-    return frozenset(inspect.signature(function).parameters)
-
-
-@lru_cache(maxsize=8192)
-def traits(func: Any) -> Traits:
-    name, attribute = op_name(func)
-    return Traits(
-        name,
-        (attribute and name not in ATTRIBUTE_OPS) or name in METADATA,
-        in_place(func),
-        DTYPE_ARG.get(name),
-        WRITTEN_OUT.get(func) or KERNELS.get(str(func)),
-    )

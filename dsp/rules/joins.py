@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsp.calls import Operand
 from dsp.layout import Cut, chunk
 from dsp.rows import Rows
-from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
+from dsp.rules.call import Frame, Outcome, align, first, rule
 
 
 @rule("cat concat concatenate stack", piecewise=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
+from dsp.calls import Operand
 from dsp.layout import Cut
-from dsp.rules.call import Frame, Operand, Outcome, align, first, rule
+from dsp.rules.call import Frame, Outcome, align, first, rule
 
 
 @rule("linear", piecewise=True)

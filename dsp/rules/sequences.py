@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsp.calls import Operand
 from dsp.layout import Cut
-from dsp.rules.call import Frame, Operand, Outcome, apart, rule
+from dsp.rules.call import Frame, Outcome, apart, rule
 
 
 def transformed(f: Frame, x: Operand) -> list[int]:

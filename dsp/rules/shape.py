@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from dsp.calls import Operand
 from dsp.layout import Cut, fold_fits
 from dsp.planner import chunk_sizes
-from dsp.rules.call import Frame, Operand, Outcome, apart, first, rule, sizes_of
+from dsp.rules.call import Frame, Outcome, apart, first, rule, sizes_of
 
 
 def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:

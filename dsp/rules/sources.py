@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from dsp.calls import Operand
 from dsp.layout import Cut
-from dsp.rules.call import Frame, Operand, sizes_of
+from dsp.rules.call import Frame, sizes_of
+from dsp.traits import FILLED, SOURCES
 
-FILLED = frozenset("zeros ones full empty new_zeros new_ones new_full new_empty".split())
+FILLED.update("zeros ones full empty new_zeros new_ones new_full new_empty".split())
 EXPANDED = frozenset({"expand", "broadcast_to"})
-SOURCES = FILLED | EXPANDED | {"repeat_interleave", "repeat", "tile"}
+SOURCES.update(FILLED | EXPANDED | {"repeat_interleave", "repeat", "tile"})
 
 
 def source_cuts(f: Frame) -> list[Cut]:

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsp.calls import Operand
 from dsp.collectives import summed_in
 from dsp.layout import Cut
 from dsp.planner import chunk_sizes
-from dsp.rules.call import Frame, Numbers, Operand, Outcome
+from dsp.rules.call import Frame, Numbers, Outcome
 
 Dims = Sequence[int]
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {

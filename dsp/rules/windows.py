@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dsp.calls import Operand
 from dsp.layout import Cut, chunk
 from dsp.rows import Rows
-from dsp.rules.call import Frame, Operand, Outcome, first, rule
+from dsp.rules.call import Frame, Outcome, first, rule
 
 Local = Callable[..., torch.Tensor]
 

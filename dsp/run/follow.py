@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsp.calls import replaced, without_operands
 from dsp.collectives import summed_in
 from dsp.deal import collect_rows, deal_rows
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.randomness import forked
-from dsp.rules import DealtRows, Outcome, localize_source, replaced, without_operands
+from dsp.rules import DealtRows, Outcome, localize_source
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
 from dsp.run.recipes import GlueCall, Recipe

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dsp.calls import GlueError
 from dsp.gradients import connected_local
 from dsp.layout import Axis, Cut, cut_of
 from dsp.methods import RankPart
@@ -22,7 +23,6 @@ from dsp.plan.recorder import Recorder
 from dsp.plan.script import INPUTS, Script, Where
 from dsp.private import StorageWeakRef
 from dsp.rows import Rows, read_rows
-from dsp.rules import GlueError
 from dsp.run.lookup import NUMBERS, Lookup
 from dsp.run.traffic_check import TrafficCheck
 from dsp.run.views import Views

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.between import Between
+from dsp.calls import GlueError, replaced, tensor_args
 from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.moves import Part
@@ -31,9 +33,7 @@ from dsp.private import (
     compiler_loaded,
     saving_hooks,
 )
-from dsp.rules import GlueError, replaced, tensor_args
-from dsp.rules.between import Between
-from dsp.rules.functions import DTYPE_ARG, LOOKS, TELLING, Traits
+from dsp.rules.functions import LOOKS, TELLING
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run, Unfit
 from dsp.run.lookup import InTurn
@@ -41,6 +41,7 @@ from dsp.run.piecewise import in_pieces
 from dsp.run.recipes import GlueCall, NoKey, PreparedCall, Recipe, derive, key_of
 from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
+from dsp.traits import DTYPE_ARG, Traits
 
 
 @contextmanager

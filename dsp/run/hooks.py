@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from dsp.calls import GlueError
 from dsp.plan.skeleton import foreign
 from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
-from dsp.rules import GlueError
 from dsp.sharded import ACTIVE, Own, Sharded, plain
 
 

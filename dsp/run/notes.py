@@ -6,9 +6,9 @@ from types import FrameType
 
 from torch import nn
 
+from dsp.calls import GlueError
 from dsp.lines import Line, lines_of
 from dsp.notation import NotationError
-from dsp.rules import GlueError
 from dsp.sharded import Sharded
 from dsp.tensors import tensors_in
 

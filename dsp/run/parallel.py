@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
+from dsp.calls import GlueError
 from dsp.gradients import waited
 from dsp.hardware import Hardware
 from dsp.layout import Axis, Cut
@@ -41,7 +42,6 @@ from dsp.private import (
 )
 from dsp.randomness import join, share
 from dsp.routes import Route
-from dsp.rules import GlueError
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import active

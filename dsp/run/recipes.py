@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.calls import GlueError, Operand, replaced
 from dsp.layout import At, Axis, Cut
 from dsp.plan.script import GlueStep, PlannedNode, Via
-from dsp.rules import Frame, GlueError, Operand, Outcome, replaced
-from dsp.rules.functions import ALIASES, DENSE, FOLDS, Traits, draws
+from dsp.rules import Frame, Outcome
+from dsp.rules.functions import ALIASES, DENSE, FOLDS, draws
 from dsp.run.forward import Run
 from dsp.run.lookup import NUMBERS
 from dsp.run.views import View
 from dsp.sharded import Sharded
+from dsp.traits import Traits
 
 log = logging.getLogger("dsp")
 

@@ -15,10 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dsp.calls import GlueError, Operand, without_operands
 from dsp.layout import Axis, Cut, separable
 from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.plan.script import Via
-from dsp.rules import Frame, GlueError, Operand, Outcome, without_operands
+from dsp.rules import Frame, Outcome
 from dsp.sharded import Sharded, plain
 from dsp.tensors import NO, version
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from dsp.calls import GlueError
 from dsp.layout import Axis, Cut
 from dsp.private import StorageWeakRef
-from dsp.rules import GlueError
 from dsp.run.views import forget
 from dsp.sharded import Moved, Sharded, carry
 from dsp.tensors import memory, tensors_in, version

@@ -28,13 +28,14 @@ from torch.utils import _pytree as pytree
 import dsp
 import dsp.embedded
 import zoo
+from dsp.calls import Operand
 from dsp.embedded import blocks
 from dsp.exchange import SwitchPlan
 from dsp.layout import Axis, Cut, chunk
 from dsp.plan.meter import Meter
 from dsp.planner import chunk_sizes
 from dsp.randomness import forked
-from dsp.rules import RULES, Frame, Operand
+from dsp.rules import RULES, Frame
 from dsp.run.agreement import ROW, Agreement
 from dsp.tensors import tensors_in
 from tests.support.cases import CASES, example

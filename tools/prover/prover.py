@@ -18,23 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsp.calls import GlueError, Operand, replaced, tensor_args, without_operands
 from dsp.deal import RowDeal
 from dsp.layout import Cut, chunk
 from dsp.randomness import seed
-from dsp.rules import (
-    RULES,
-    Frame,
-    GlueError,
-    Operand,
-    Outcome,
-    localize_source,
-    replaced,
-    source_cuts,
-    tensor_args,
-    without_operands,
-)
-from dsp.rules.functions import in_place, op_name
+from dsp.rules import RULES, Frame, Outcome, localize_source, source_cuts
 from dsp.tensors import tensors_in
+from dsp.traits import in_place, op_name
 
 Layout = Cut | None
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 import zoo
+from dsp.calls import GlueError
 from dsp.embedded.grid import switch_ranks
 from dsp.notation import NotationError
-from dsp.rules import GlueError
 from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import parity, recomputed, sent, step

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsp.calls import GlueError, Operand
 from dsp.layout import Cut
-from dsp.rules import RULES, Frame, GlueError, Operand, attention
+from dsp.rules import RULES, Frame, attention
 from dsp.rules import flex as rule
 from tools.prover.forms import x
 from tools.prover.prover import Call, prove

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
+from dsp.calls import Operand
 from dsp.deal import RowDeal, pairs
 from dsp.layout import Cut, chunk
 from dsp.planner import chunk_sizes
-from dsp.rules import Frame, Operand
+from dsp.rules import Frame
 from dsp.rules.flex import Local
 from tests.support.beside import beside
 from tests.support.runs import Heard

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dsp.layout import Cut
-from dsp.rules import RULES, SOURCES
+from dsp.rules import RULES
 from dsp.rules.call import PIECEWISE
-from dsp.rules.functions import ATTRIBUTE_OPS, METADATA, in_place, op_name, traits
 from dsp.rules.functions import RANDOM as DRAWN
-from dsp.rules.sources import FILLED
 from dsp.tensors import tensors_in
+from dsp.traits import ATTRIBUTE_OPS, FILLED, METADATA, SOURCES, in_place, op_name, traits
 from tests.support.slow import slow
 from tools.prover.forms import AUTOMATIC, FORMS, Form, flags, form, ints, x
 from tools.prover.prover import Call, Proof, functions, prove, prove_source

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 import dsp
-from dsp.rules import GlueError
+from dsp.calls import GlueError
 from dsp.sharded import Sharded
 from tests.support.runs import Heard
 from tests.support.slow import slow

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dsp.calls import GlueError, tensor_args
 from dsp.private import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
-from dsp.rules.call import GlueError, tensor_args
-from dsp.rules.functions import UNRUNNABLE, Traits, traits
+from dsp.traits import UNRUNNABLE, Traits, traits
 
 
 class Between(TorchFunctionMode):

@@ -1,0 +1,71 @@
+"""An operation between stages as a call: the tensors among its arguments, and the error of one that cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsp.layout import Cut
+from dsp.lines import lines_of
+
+
+class GlueError(RuntimeError):
+    """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers.
+
+    Its text ends with the line of the user's code that the error came through last, or is about: `line`; `reason`: of
+    a rule, by itself.
+    """
+
+    line = reason = ""
+
+    def __str__(self) -> str:
+        lines = lines_of(self)
+        line = self.line or (lines[-1].short if lines else "")
+        return super().__str__() + (f" (at {line})" if line else "")
+
+
+@dataclass(eq=False)
+class Operand:
+    """A tensor argument: global shape, and where it is cut (None: whole on every rank)."""
+
+    shape: tuple[int, ...]
+    cut: Cut | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments, in the order in which `Frame` numbers them."""
+    found: list[torch.Tensor] = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.Tensor):
+            found.append(a)
+        elif type(a) in (list, tuple):
+            found.extend(tensor_args(a, {}))
+    return found
+
+
+def with_operands(value: Any, new: Iterator[Any]) -> Any:
+    if isinstance(value, (torch.Tensor, Operand)):
+        return next(new)
+    if type(value) in (list, tuple):
+        return type(value)(with_operands(v, new) for v in value)
+    return value
+
+
+def replaced(args: Any, kwargs: Mapping[str, Any], new: Iterator[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with the tensors among its arguments replaced, in order."""
+    return with_operands(tuple(args), new), {k: with_operands(v, new) for k, v in kwargs.items()}
+
+
+def without_operands(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, Operand):
+        return tensors[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(without_operands(v, tensors) for v in value)
+    return value
