@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsp.plan.table import Plan
     from dsp.plan.without_data import without_data
     from dsp.routes import Route
-    from dsp.run import parallelize
+    from dsp.run.parallel import parallelize
 
 __version__ = "0.2.0"
 
@@ -67,7 +67,7 @@ NAMES = {
     "plan.table": "Plan",
     "plan.without_data": "without_data",
     "routes": "Route",
-    "run": "parallelize",
+    "run.parallel": "parallelize",
 }
 FOUND_IN = {name: module for module, names in NAMES.items() for name in names.split()}
 for _package in ("check", "plan"):  # of functions' names, which they would take when something of them is imported

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsp.exchange import SwitchPlan, alone, order_of, packed, place, ranks, switch_plan_of_parts, wait
+from dsp.formats import Format
 from dsp.observers import run_observed, save_observer
 from dsp.planner import chunk_sizes, piece_sizes
-from dsp.wire import Format, format_of
+from dsp.wire import format_of
 
 
 class UnderWay(NamedTuple):

@@ -47,7 +47,7 @@ from dsp.hardware import LINKS, measure
 from dsp.ops import mean, split, switch
 from dsp.plan.make import plan
 from dsp.routes import AUTO, Route
-from dsp.run import parallelize
+from dsp.run.parallel import parallelize
 
 TIMEOUT = timedelta(minutes=2)  # a rank that cannot be reached ends the check, instead of holding it up
 SLOW = 0.25  # of the raw exchange's speed, on GPUs; on CPUs the copies of a switch may cost more than the exchange

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,11 +21,8 @@ from torch import Tensor
 
 from dsp.exchange import (
     CARRIED,
-    InUnits,
     alone,
     as_sent,
-    begun_later,
-    by_value,
     dense,
     exchanged,
     go_on,
@@ -32,7 +30,6 @@ from dsp.exchange import (
     launched,
     like,
     order_of,
-    packed,
     ranks,
     switch_plan,
     switch_plan_of_parts,
@@ -40,7 +37,7 @@ from dsp.exchange import (
 )
 from dsp.observers import notify, run_observed, save_observer
 from dsp.planner import chunk_sizes
-from dsp.wire import SAME, Format, format_of
+from dsp.wire import SAME, format_of
 
 # what an op makes lies in memory as what it was given: a compiler may not choose for it
 EXACT = torch.Tag.needs_exact_strides
@@ -53,7 +50,6 @@ for _op in (
     "str wire='same', str back='same') -> Tensor[]",
     "switch_each(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] src_pieces, int[] dst_pieces, "
     "str wire='same', str back='same') -> Tensor[]",
-    "in_legs(Tensor x, int total, int[] comes, int[] rows, str group) -> Tensor",
     "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
     "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
     "all_reduce(Tensor x, str group) -> Tensor",
@@ -106,37 +102,12 @@ def _switch_many(
     wire: str = SAME, back: str = SAME,
 ) -> list[Tensor]:  # fmt: skip
     if any(format_of(wire, x.dtype) for x in xs):
-        return _switch_packed(xs, src, dst, src_size, group, of, wire)
+        return import_module("dsp.formats").switch_packed(xs, src, dst, src_size, group, of, wire)
     if len({x.dtype for x in xs}) > 1:  # as bytes, which are a dim of their own
         raw = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
         return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]
     plan = joint_plan(xs, src, dst, src_size, group)
     return plan.unpack(exchanged(plan.pack(xs), plan.out_splits, plan.in_splits, group, None, plan))
-
-
-def _switch_packed(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int], wire: str
-) -> list[Tensor]:
-    """The same where some travel in a format: the tensors of one value, by its number in `of`, as one tensor."""
-    plans, forms, rooms, raw, comes, goes = [], [], [], [], [], []
-    for own in by_value(len(xs), of):
-        some = [xs[i] for i in own]
-        where = [[v[i] for i in own] for v in (src, dst, src_size)]
-        plans.append(plan := joint_plan(some, where[0], where[1], where[2], group))
-        forms.append(form := format_of(wire, some[0].dtype) or Format(SAME, some[0].dtype))
-        rooms.append(some[0].new_empty(sum(plan.out_splits)))
-        sent, out_splits, in_splits = packed(form, plan.pack(some), plan.out_splits, plan.in_splits, group)
-        raw.append(sent.split(in_splits))
-        comes.append(out_splits)
-        goes.append(in_splits)
-    send = torch.cat([part for to_rank in zip(*raw) for part in to_rank])
-    dealing = InUnits([(plan, form.nbytes) for plan, form in zip(plans, forms)])
-    received = exchanged(send, [*map(sum, zip(*comes))], [*map(sum, zip(*goes))], group, None, dealing)
-    came = received.split([size for of_rank in zip(*comes) for size in of_rank])
-    found: list[Tensor] = []
-    for k, (plan, form, room) in enumerate(zip(plans, forms, rooms)):
-        found += plan.unpack(form.unpack(torch.cat(came[k :: len(plans)]), plan.out_splits, room))
-    return found
 
 
 def _switch_each(
@@ -216,8 +187,6 @@ for _name, _kernel in [
     ("all_reduce", _all_reduce), ("start", _start),
 ]:  # fmt: skip
     implement(_lib, _name, _kernel)
-for _device in ("CPU", "CUDA"):  # a part of another op: not noted by itself
-    _lib.impl("in_legs", begun_later, _device)
 
 
 def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:
@@ -246,7 +215,6 @@ _shapes(
         s, {src: sum(src_parts), dst: dst_parts[among.index(ranks(group)[1])]}
     ),
 )
-_shapes("in_legs", lambda s, total, comes, rows, group: [sum(comes)])
 _shapes("start", lambda s, out_splits, in_splits, group: [sum(out_splits)])
 _shapes("gather", lambda s, dim, size, group, pieces=(): _resized(s, {dim: size}))
 _shapes("reduce_scatter", lambda s, dim, group, pieces=(): _resized(s, {dim: _own(tuple(pieces) or s[dim], group)}))

@@ -10,28 +10,34 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dsp.planner import chunk_sizes
-from dsp.private import _resolve_process_group, all_to_all, arrives_by, is_view
-from dsp.routes import DIRECT, Legs, ways_of
-from dsp.wire import Format
+from dsp.private import _resolve_process_group, all_to_all, is_view
+
+if TYPE_CHECKING:
+    from dsp.wire import Format
+
+
+def name_of(group: str) -> str:
+    """The process group that an op was given the name of, without the ways behind it."""
+    return group.partition("|")[0]
+
+
+def legs() -> Any:
+    """The module of the exchanges that go in legs, which only those need who asked for a route."""
+    return import_module("dsp.legs")
 
 
 def ranks(group: str) -> tuple[int, int]:
     """(size, rank) of a process group by name."""
-    pg = _resolve_process_group(ways_of(group)[0])  # type: ignore[arg-type]
+    pg = _resolve_process_group(name_of(group))  # type: ignore[arg-type]
     return pg.size(), pg.rank()
-
-
-def mates(group: str) -> range:
-    """The ranks of a group that share this one's node, by the ways that stand behind its name."""
-    (_, rank), (_, ways) = ranks(group), ways_of(group)
-    return range(0) if ways is None else ways.mates(rank)
 
 
 # what every backend carries; other dtypes (bool, complex, eight bits) travel as bytes
@@ -117,23 +123,6 @@ class InUnits(NamedTuple):
         return [*map(sum, zip(*(map(units, dealing.to_each(rank)) for dealing, units in self.parts)))]
 
 
-class Listed(NamedTuple):
-    """The same as a list: what each rank of a node, whose first is `first`, sends to each of n ranks."""
-
-    total: int
-    rows: Sequence[int]
-    first: int
-    n: int
-
-    @classmethod
-    def of(cls, total: int, rows: Sequence[int], group: str) -> Listed:
-        n, rank = ranks(group)
-        return cls(total, rows, rank - rank % (len(rows) // n), n)
-
-    def to_each(self, rank: int) -> list[int]:
-        return [*self.rows[(rank - self.first) * self.n :][: self.n]]
-
-
 def exchanged(
     send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
     dealing: Dealt | None = None, *, later: bool = False,
@@ -147,38 +136,10 @@ def exchanged(
         return exchanged(*raw, group, None, dealing and InUnits([(dealing, form.nbytes)]), later=True)
     flat, width = as_sent(send)
     splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if (legged := in_legs(flat, width, group, dealing)) is not None:
-        rows = [size for mate in mates(group) for size in legged.to_each(mate)]
-        out = torch.ops.dsp.in_legs(flat, legged.total, splits[0], rows, group)
-    else:
-        out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, ways_of(group)[0])
+    out = legs().later(flat, splits[0], width, group, dealing) if "|" in group else None
+    if out is None:
+        out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, name_of(group))
     return out if flat.dtype == send.dtype else out.view(send.dtype)
-
-
-def in_legs(flat: Tensor, width: int, group: str, dealing: Dealt | None) -> Dealt | None:
-    """The dealing of an exchange that goes in legs, in numbers of a flat tensor, of which `width` are one dealt; None
-    if it goes directly."""
-    ways = ways_of(group)[1]
-    if ways is None or dealing is None:
-        return None
-    dealing = dealing if width == 1 else InUnits([(dealing, width.__mul__)])
-    return None if ways.way(dealing.total * flat.element_size()) == DIRECT else dealing
-
-
-def begun(flat: Tensor, comes: Sequence[int], group: str, dealing: Dealt) -> Legs:
-    """An exchange under way in legs, to be waited for."""
-    name, ways = ways_of(group)
-    assert ways is not None
-    way, pg = ways.way(dealing.total * flat.element_size()), _resolve_process_group(name)  # type: ignore[arg-type]
-    return Legs(way, flat, flat.new_empty(sum(comes)), comes, dealing.to_each, pg, ways.node)
-
-
-def begun_later(flat: Tensor, total: int, comes: list[int], rows: list[int], group: str) -> Tensor:
-    """The same, all legs but the last through: what whoever waits for it finds. rows: what the ranks of this node send
-    to each."""
-    legs = begun(flat, comes, group, Listed.of(total, rows, group))
-    arrives_by(legs.out, legs.last())
-    return legs.out
 
 
 def packed(
@@ -190,14 +151,24 @@ def packed(
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """An exchange under way in legs: called, it returns what has come."""
+class Unpacked:
+    """An exchange under way, and what becomes of what comes: called, it returns that."""
 
-    legs: Legs
-    finish: Callable[[], Tensor]
+    raw: Callable[[], Tensor]
+    unpack: Callable[[Tensor], Tensor]
 
     def __call__(self) -> Tensor:
-        return self.finish()
+        return self.unpack(self.raw())
+
+    def go_on(self) -> None:
+        go_on([self.raw])
+
+
+def go_on(under_way: Sequence[Callable[[], Tensor]]) -> None:
+    """Begin the next leg of each exchange that has one."""
+    for one in under_way:
+        if (next_leg := getattr(one, "go_on", None)) is not None:
+            next_leg()
 
 
 def launched(
@@ -208,18 +179,13 @@ def launched(
     if form is not None:
         sent = packed(form, send, out_splits, in_splits, group)
         raw = launched(*sent, group, None, dealing and InUnits([(dealing, form.nbytes)]))
-
-        def unpacked() -> Tensor:
-            return form.unpack(raw(), out_splits, send.new_empty(sum(out_splits)))
-
-        return Arrival(raw.legs, unpacked) if isinstance(raw, Arrival) else unpacked
+        return Unpacked(raw, lambda came: form.unpack(came, out_splits, send.new_empty(sum(out_splits))))
     flat, width = as_sent(send)
     if width > 1:
         out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if "|" in group and (legged := in_legs(flat, width, group, dealing)) is not None:
-        legs = begun(flat, out_splits, group, legged)
-        return Arrival(legs, lambda: legs.finish().view(send.dtype))
-    out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(ways_of(group)[0])  # type: ignore[arg-type]
+    if "|" in group and (under_way := legs().launched(flat, out_splits, width, group, dealing)) is not None:
+        return Unpacked(under_way, lambda came: came.view(send.dtype))
+    out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(name_of(group))  # type: ignore[arg-type]
     work = all_to_all(out, flat, out_splits, in_splits, pg)
 
     def arrived() -> Tensor:
@@ -227,13 +193,6 @@ def launched(
         return out if flat.dtype == send.dtype else out.view(send.dtype)
 
     return arrived
-
-
-def go_on(under_way: Sequence[Callable[[], Tensor]]) -> None:
-    """Begin the next leg of each exchange that has one."""
-    for one in under_way:
-        if isinstance(one, Arrival):
-            one.legs.go_on()
 
 
 def wait(x: Tensor) -> Tensor:

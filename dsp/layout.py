@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Placement
 
 from dsp.gradients import GuardedWrap, HandedOver, Wrap, global_stride
 from dsp.planner import Extent, chunk_sizes
 from dsp.private import DTensorSpec, TensorMeta, _StridedShard
-from dsp.routes import STRAIGHT, Route, Ways
 from dsp.wire import AS_IT_IS, Wire
+
+if TYPE_CHECKING:
+    from dsp.routes import Route, Ways
 
 
 class Cut(NamedTuple):
@@ -111,7 +113,7 @@ class Axis:
     rank: int
     group: str
     wire: Wire = AS_IT_IS
-    ways: Ways = STRAIGHT
+    ways: Ways | None = None  # other than in one all-to-all
     specs: dict[Any, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
     ats: dict[Any, At] = field(default_factory=dict, repr=False, compare=False)
 
@@ -123,7 +125,7 @@ class Axis:
     @cached_property
     def switching(self) -> str:
         """The group by name, for a switch: with the ways that it may go."""
-        return self.ways.on(self.group)
+        return self.group if self.ways is None else self.ways.on(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a copy of a model has the same ranks
@@ -140,7 +142,7 @@ class Axis:
                 f"mesh must be 1-D, but has axes {mesh.mesh_dim_names or mesh.ndim}; pass the sequence-parallel slice, "
                 'mesh["sp"]'
             )
-        ways = STRAIGHT if route is None else route.over(mesh.size())
+        ways = None if route is None else route.over(mesh.size())
         return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, wire, ways)
 
     def at(self, shape: Sequence[int], cut: Cut) -> At:
@@ -233,47 +235,3 @@ def separable(shape: Sequence[int], one: Cut, two: Cut, n: int) -> bool:
     if coarse == fine or fine.folds % coarse.folds:
         return False
     return fold_fits(fine.folds // coarse.folds, shape[one.dim] // fine.folds, n)
-
-
-def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, list[int]]:
-    """The mesh axis to work on, its index, how x is cut there, and the shape of x within that axis' group."""
-    if not isinstance(x, DTensor):
-        raise TypeError(
-            f"dsp.{what} takes a DTensor, got {type(x).__name__}; make one with dsp.split(x, mesh, dim), or with "
-            "DTensor.from_local when each rank already holds its part"
-        )
-    mesh = x.device_mesh
-    if axis is None:
-        if mesh.ndim > 1:
-            raise ValueError(
-                f"dsp.{what}: this DTensor lives on {mesh.ndim} mesh axes {mesh.mesh_dim_names}; say which one carries "
-                'the sequence, axis="sp"'
-            )
-        index = 0
-    else:
-        names = mesh.mesh_dim_names or ()
-        if axis not in names:
-            raise ValueError(f"dsp.{what}: no mesh axis {axis!r}; this DTensor has {names or 'unnamed axes'}")
-        index = names.index(axis)
-    for p in x.placements:
-        if isinstance(p, Partial):
-            raise ValueError(
-                f"dsp.{what}: the tensor is {p}, a sum that has not been taken yet; reduce it first, "
-                "for example x.redistribute(placements=[Replicate()])"
-            )
-    cut = cut_of(x.placements[index])
-    if cut is None:
-        raise ValueError(
-            f"dsp.{what}: the tensor is {x.placements[index]} on the sequence axis, not sharded; "
-            "split it first with dsp.split(x, mesh, dim)"
-        )
-    shape = list(x.shape)
-    for i, p in enumerate(x.placements):
-        other = cut_of(p)
-        if i == index or other is None:
-            continue
-        if other.outer != 1 or other.dim == cut.dim:
-            raise ValueError(f"dsp.{what}: {x.placements} shards one dim over two mesh axes; shard another dim")
-        shape[other.dim] = chunk(shape[other.dim], mesh.size(i), mesh.get_local_rank(i))[1]
-    sub = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]]  # type: ignore[index]
-    return Axis.of(sub), index, cut, shape

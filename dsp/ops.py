@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Partial
 
 from dsp.gradients import connected_local, covered_exit, global_stride
-from dsp.layout import Axis, Cut, factor, sp_view
+from dsp.layout import Axis, Cut, chunk, cut_of, factor
 from dsp.moves import SplitInput, gather_local, mean_local, sums, switch_local
 from dsp.pending import PendingSwitch
 from dsp.sharded import as_dtensor
@@ -164,3 +165,47 @@ def _rewrap(local: Tensor, like: DTensor, sp: Axis, index: int, cut: Cut | None)
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=global_stride(local, like.shape)
     )
+
+
+def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, list[int]]:
+    """The mesh axis to work on, its index, how x is cut there, and the shape of x within that axis' group."""
+    if not isinstance(x, DTensor):
+        raise TypeError(
+            f"dsp.{what} takes a DTensor, got {type(x).__name__}; make one with dsp.split(x, mesh, dim), or with "
+            "DTensor.from_local when each rank already holds its part"
+        )
+    mesh = x.device_mesh
+    if axis is None:
+        if mesh.ndim > 1:
+            raise ValueError(
+                f"dsp.{what}: this DTensor lives on {mesh.ndim} mesh axes {mesh.mesh_dim_names}; say which one carries "
+                'the sequence, axis="sp"'
+            )
+        index = 0
+    else:
+        names = mesh.mesh_dim_names or ()
+        if axis not in names:
+            raise ValueError(f"dsp.{what}: no mesh axis {axis!r}; this DTensor has {names or 'unnamed axes'}")
+        index = names.index(axis)
+    for p in x.placements:
+        if isinstance(p, Partial):
+            raise ValueError(
+                f"dsp.{what}: the tensor is {p}, a sum that has not been taken yet; reduce it first, "
+                "for example x.redistribute(placements=[Replicate()])"
+            )
+    cut = cut_of(x.placements[index])
+    if cut is None:
+        raise ValueError(
+            f"dsp.{what}: the tensor is {x.placements[index]} on the sequence axis, not sharded; "
+            "split it first with dsp.split(x, mesh, dim)"
+        )
+    shape = list(x.shape)
+    for i, p in enumerate(x.placements):
+        other = cut_of(p)
+        if i == index or other is None:
+            continue
+        if other.outer != 1 or other.dim == cut.dim:
+            raise ValueError(f"dsp.{what}: {x.placements} shards one dim over two mesh axes; shard another dim")
+        shape[other.dim] = chunk(shape[other.dim], mesh.size(i), mesh.get_local_rank(i))[1]
+    sub = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]]  # type: ignore[index]
+    return Axis.of(sub), index, cut, shape

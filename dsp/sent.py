@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dsp.collectives import added_in
-from dsp.exchange import Dealt, InUnits, Listed, by_value, joint_plan, ranks, switch_plan
+from dsp.exchange import Dealt, InUnits, by_value, joint_plan, ranks, switch_plan
+from dsp.legs import Listed
 from dsp.planner import chunk_sizes
 from dsp.routes import DIRECT, ways_of
 from dsp.wire import SAME, format_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dsp.layout import At, Cut, fold_fits
 from dsp.methods import StageMethod, StageWrapper
-from dsp.notation import BATCH_NAMES, NotationError, TensorPattern, parse, solve_sizes
+from dsp.notation import BATCH_NAMES, NotationError, StagePattern, TensorPattern, parse, solve_sizes
 from dsp.planner import chunk_sizes
 from dsp.private import _BatchNorm
 from dsp.signature import Bound, Signature
@@ -168,6 +168,17 @@ def clean(name: str) -> str:
     """A module path as the user wrote the model: without the wrappers' `_orig_mod`, `_checkpoint_wrapped_module`."""
     skip = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
     return ".".join(part for part in name.split(".") if part not in skip)
+
+
+def declared(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
+    """The stages of a dict, and the pattern of the model's own inputs and outputs."""
+    if stages is None:
+        raise NotationError(
+            f"{type(model).__name__} has no stages attribute, and dsp does not know its class; pass "
+            'stages={...}, for example {"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
+        )
+    found, root = find_stages(model, stages)
+    return found, parse(root, root=True) if root is not None else None
 
 
 def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage], str | None]:

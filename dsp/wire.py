@@ -1,171 +1,34 @@
-"""The formats in which a switch travels: as it is, or in fewer bits, with a scale for each block of numbers.
-
-A rank packs what it sends, a flat tensor in the order of the exchange, into bytes: for each destination the numbers and
-behind them their scales, so that one all-to-all carries both. A block is 128 numbers that follow each other on the way
-to one destination, or those that are left at its end: the bytes depend on how many numbers there are alone, and not on
-the shape that they have.
-"""
+"""The formats in which a switch and its adjoint travel, by their names; as it is, where nobody asks for another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from dsp.formats import Format
 
 SAME = "same"
 STOCHASTIC = "-stochastic"  # behind the name of a format: so are gradients rounded
-BLOCK = 128
-TINY = torch.finfo(torch.float32).tiny
+FORMATS: dict[str, Format] = {}  # other than that, which `dsp.formats` puts here when the first is asked for
 
 
-@dataclass(frozen=True)
-class Format:
-    """Numbers of another type in the place of a tensor's own.
-
-    stochastic: a number is rounded up or down by chance, so that the mean is true; else to the nearest.
-    """
-
-    name: str
-    dtype: torch.dtype
-    stochastic: bool = False
-
-    def nbytes(self, count: int) -> int:
-        """Bytes of so many numbers on the way to one rank."""
-        return count * self.dtype.itemsize
-
-    def pack(self, x: Tensor, splits: Sequence[int], seed: int) -> Tensor:
-        """The bytes of a flat tensor, of which so many numbers go to each rank."""
-        raw = x.new_empty(sum(map(self.nbytes, splits)), dtype=torch.uint8)
-        for at, (numbers, room) in enumerate(self.alike(x, raw, splits)):
-            self.write(numbers, room, seed + at)
-        return raw
-
-    def unpack(self, raw: Tensor, splits: Sequence[int], into: Tensor) -> Tensor:
-        """The numbers that came from each rank, into a flat tensor of their own type, which is returned."""
-        for numbers, room in self.alike(into, raw, splits):
-            self.read(room, numbers)
-        return into
-
-    def alike(self, x: Tensor, raw: Tensor, splits: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Numbers and bytes of neighbouring ranks that get equally many, a rank a row."""
-        counted = [(size, len(list(run))) for size, run in groupby(splits)]
-        xs = x.split([size * times for size, times in counted])
-        raws = raw.split([self.nbytes(size) * times for size, times in counted])
-        for (size, times), numbers, room in zip(counted, xs, raws):
-            if size:
-                yield numbers.view(times, size), room.view(times, self.nbytes(size))
-
-    def write(self, x: Tensor, raw: Tensor, seed: int) -> None:
-        """The bytes of rows of numbers."""
-        for block, room in zip(blocks(x), blocks(raw.view(self.dtype))):
-            if self.stochastic:
-                wide = block.float()
-                by_chance = dithered(wide.clone(), noise(wide, seed), self.dtype)
-                block = torch.where(wide.isfinite(), by_chance, wide)
-            room.copy_(block)
-
-    def read(self, raw: Tensor, into: Tensor) -> None:
-        """The rows of numbers that such bytes stand for."""
-        into.copy_(raw.view(self.dtype))
-
-
-@dataclass(frozen=True)
-class Scaled(Format):
-    """Eight bits a number, and for each block a scale in float32: the largest of the block over `top`.
-
-    A block with a NaN or an infinity says so by the sign of its scale. Then `top` stands for an infinity, `nan` for a
-    NaN, and the largest finite number is `below`, the code before `top`.
-    """
-
-    top: float = 0.0
-    below: float = 0.0
-    nan: float = float("nan")
-
-    def nbytes(self, count: int) -> int:
-        return count + 4 * -(-count // BLOCK)
-
-    def write(self, x: Tensor, raw: Tensor, seed: int) -> None:
-        scales = []
-        for at, (block, room) in enumerate(zip(blocks(x), blocks(raw[:, : x.shape[1]].view(self.dtype)))):
-            numbers, scale = self.scaled(block.float())
-            if self.stochastic:
-                numbers = dithered(numbers, noise(numbers, seed + at), self.dtype)
-            room.copy_(numbers if self.dtype.is_floating_point else numbers.round_())
-            scales.append(scale.flatten(1))
-        raw[:, x.shape[1] :] = torch.cat(scales, 1).view(torch.uint8)
-
-    def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks in units of their scales, and the scales; `x` is not written."""
-        largest = x.nan_to_num(0.0, 0.0, 0.0).abs_().amax(-1, keepdim=True)
-        odd = x.sum(-1, keepdim=True).isfinite().logical_not_()
-        scale = (largest / torch.where(odd, self.below, self.top)).clamp_(min=TINY)  # of zeros, too
-        return (x / scale).nan_to_num_(self.nan, self.top, -self.top), torch.where(odd, -scale, scale)
-
-    def read(self, raw: Tensor, into: Tensor) -> None:
-        size = into.shape[1]
-        scales = raw[:, size:].clone(memory_format=torch.contiguous_format)  # bytes begin anywhere
-        scales = scales.view(torch.float32).unsqueeze(-1)
-        codes, full = raw[:, :size].view(self.dtype), size // BLOCK
-        for code, room, scale in zip(blocks(codes), blocks(into), (scales[:, :full], scales[:, full:])):
-            numbers = code.float()
-            if not self.dtype.is_floating_point:
-                numbers.masked_fill_(numbers == self.nan, float("nan"))
-            finite = numbers.abs().le_(torch.where(scale < 0, self.below, float("inf")))
-            room.copy_(numbers.div_(finite).mul_(scale.abs()))  # by 0: an infinity
-
-
-def blocks(x: Tensor) -> list[Tensor]:
-    """Rows of numbers as blocks (rows, blocks, numbers), and likewise what is left of each."""
-    size = x.shape[1]
-    full = size - size % BLOCK
-    left = [x[:, full:].unsqueeze(1)] if full < size else []
-    return [x[:, :full].unflatten(1, (full // BLOCK, BLOCK)), *left]
-
-
-def dithered(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite numbers, rounded in place to such as a type has: up with a probability of what they are above."""
-    if not dtype.is_floating_point:
-        return x.add_(noise).floor_()
-    of = torch.finfo(dtype)
-    step = x.view(torch.int32).bitwise_and(0xFF << 23).view(torch.float32)  # the power of two below each
-    step.clamp_(min=of.smallest_normal).mul_(of.eps)
-    return x.div_(step).add_(noise).floor_().mul_(step)
-
-
-def noise(x: Tensor, seed: int) -> Tensor:
-    """Multiples of 2**-16 in [0, 1), for each number of blocks: the same for the same seed and numbers.
-
-    No generator is drawn from, and none is kept: a hash of seed, place and contents of each block, from which the block
-    goes on in steps of the golden ratio.
-    """
-    mixed = x.view(torch.int32).sum(-1, keepdim=True)
-    mixed += (torch.arange(mixed.numel(), device=x.device).view_as(mixed) + seed) * 0x1E3779B97F4A7C15
-    for _ in range(2):
-        mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-    steps = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) * 40503
-    return ((mixed >> 40).to(torch.int32) + steps).bitwise_and_(0xFFFF).float().mul_(2**-16)
-
-
-FORMATS = {
-    f.name: f
-    for f in (
-        Format("bf16", torch.bfloat16),
-        Scaled("fp8", torch.float8_e4m3fn, top=448.0, below=416.0),
-        Scaled("int8", torch.int8, top=127.0, below=126.0, nan=-128.0),
-    )
-}
+def formats() -> dict[str, Format]:
+    """The formats in fewer bits, by their names."""
+    import_module("dsp.formats")
+    return FORMATS
 
 
 @lru_cache
 def format_for(wire: str, real: bool, itemsize: int) -> Format | None:
     """The format of a tensor of real numbers, or of others, of so many bytes each; None: it travels as it is."""
     name = wire.removesuffix(STOCHASTIC)
-    if name == SAME or not real or itemsize <= FORMATS[name].dtype.itemsize:
+    if name == SAME or not real or itemsize <= formats()[name].dtype.itemsize:
         return None
     return replace(FORMATS[name], stochastic=wire != name)
 
@@ -183,8 +46,10 @@ class Wire(NamedTuple):
     @classmethod
     def of(cls, given: Any) -> Wire:
         """The formats that a user names: one for both, or each by itself. Raises ValueError for others."""
+        if given == SAME:
+            return cls()
         named = given if isinstance(given, Mapping) else dict.fromkeys(cls._fields, given)
-        valid = (SAME, *FORMATS)
+        valid = (SAME, *formats())
         if not named.keys() <= {*cls._fields} or any(name not in valid for name in named.values()):
             wrong = next((v for v in named.values() if v not in valid), given)
             raise ValueError(

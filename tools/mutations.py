@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "a block with an infinity does not say so",
-        "dsp/wire.py",
+        "dsp/formats.py",
         "torch.where(odd, -scale, scale)",
         "scale",
         "dsp/test_wire::test_nan_and_infinity_arrive_as_such_and_their_neighbours_are_near",

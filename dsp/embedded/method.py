@@ -26,7 +26,7 @@ from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.routes import Route
 from dsp.run.agreement import agree
-from dsp.run.parallel import Runtime, kind_of
+from dsp.run.parallel import FullRuntime, kind_of
 from dsp.signature import Signature
 from dsp.stages import Stage, find_stages
 from dsp.wire import SAME, Wire
@@ -189,7 +189,7 @@ def parallelize(
         Signature(model, root, "the model")
     if axis.size > 1:
         cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))
-        Runtime(model, axis, stages, root, gather_output, overlap=cut).install()
+        FullRuntime(model, axis, stages, root, gather_output, overlap=cut).install()
         for stage in stages:
             for inside in stage.inside:
                 if isinstance(inside, Distributed):

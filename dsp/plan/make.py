@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement
 from dsp.hardware import Hardware
 from dsp.known import stages_for
 from dsp.layout import cuts_of
-from dsp.notation import NotationError, StagePattern, parse
+from dsp.notation import StagePattern
 from dsp.overlap import overlap_of
 from dsp.plan.advice import remedy
 from dsp.plan.cost import Loads, rows, switches
@@ -24,8 +24,8 @@ from dsp.plan.reads import traced
 from dsp.plan.solve import Goal, solved, travelling
 from dsp.plan.table import Plan
 from dsp.plan.traffic import PlannedTraffic, of_links
-from dsp.routes import Route
-from dsp.stages import Stage, find_stages
+from dsp.routes import STRAIGHT, Route
+from dsp.stages import Stage, declared
 from dsp.wire import SAME, Wire
 
 
@@ -68,7 +68,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         compiled=t.compiled,
         chosen=not any(stage.whole for stage in stages.values()),
         wire=goal.wire,
-        ways=goal.ways,
+        ways=goal.ways or STRAIGHT,
         links=of_links(traffic.links),
         overlaps=overlaps.found,
     )
@@ -136,12 +136,6 @@ def plan_stages(
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
-    if stages is None:
-        stages = getattr(model, "stages", None) or stages_for(model)
-        if stages is None:
-            raise NotationError(
-                f"{type(model).__name__} has no stages attribute, and dsp does not know its class; pass "
-                'stages={...}, for example {"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
-            )
-    found, root = find_stages(model, stages)
-    return found, parse(root, root=True) if root is not None else None
+    """The stages of a model, and the pattern of its own inputs and outputs: by default as it names them, or as is known
+    of its class."""
+    return declared(model, (getattr(model, "stages", None) or stages_for(model)) if stages is None else stages)

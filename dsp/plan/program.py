@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 from dsp.layout import Cut
 from dsp.plan.events import NodeFacts, Sym
@@ -22,6 +24,8 @@ from dsp.plan.script import (
 )
 from dsp.plan.solve import Decision, Solved
 from dsp.planner import Layout, Move, fuses
+
+NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class Program:
@@ -106,7 +110,7 @@ class Program:
             for param, v in self.trace.inputs.items()
         }
 
-    def script(self, pieces: Mapping[int, int], ahead: Mapping[int, Container[int]]) -> Script:
+    def script(self, pieces: Mapping[int, int] = NOTHING, ahead: Mapping[int, Container[int]] = NOTHING) -> Script:
         """By op, in how many pieces a stage call runs, and the values that come to it in pieces."""
         t = self.trace
         script = Script({param: self.entry.get(v) for param, v in t.inputs.items()}, t.random_glue)

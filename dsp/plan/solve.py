@@ -6,19 +6,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dsp.hardware import Hardware
 from dsp.layout import Cut
-from dsp.overlap import Overlap
 from dsp.plan.events import Event, Execution, Passing, Trace
 from dsp.planner import Choice, Infeasible, Op, Packed, Problem, Solution, Value, chunk_sizes, length, solve
-from dsp.routes import STRAIGHT, Ways
 from dsp.stages import Stage
 from dsp.text import Moving
 from dsp.wire import AS_IT_IS, Wire, format_for
+
+if TYPE_CHECKING:
+    from dsp.hardware import Hardware
+    from dsp.overlap import Overlap
+    from dsp.routes import Ways
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Goal:
     kept_inside: bool = False
     batch: bool = True
     wire: Wire = AS_IT_IS
-    ways: Ways = STRAIGHT
+    ways: Ways | None = None
     overlap: Overlap = None
 
     def __post_init__(self) -> None:

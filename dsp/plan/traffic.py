@@ -11,7 +11,7 @@ from dsp.plan.program import Program
 from dsp.plan.script import INPUTS, Sending, Where
 from dsp.plan.solve import Decision, Goal, Solved
 from dsp.planner import MOVES, Layout, Move, dealt, fuses
-from dsp.routes import DIRECT
+from dsp.routes import DIRECT, STRAIGHT
 
 Each = dict[str, tuple[list[int], int]]  # by kind: bytes of every rank, and calls
 
@@ -28,6 +28,7 @@ class PlannedTraffic:
 
     def __init__(self, found: Solved, program: Program, goal: Goal, overlaps: Overlaps) -> None:
         self.found, self.program, self.goal, self.trace, self.overlaps = found, program, goal, found.trace, overlaps
+        self.ways = goal.ways or STRAIGHT
         self.recomputing = {event.region for event in self.trace.events if event.grad}
         self.each: dict[str, Each]  # by phase
         self.each = {phase: {} for phase in ("forward", "backward", "recompute")}
@@ -70,8 +71,8 @@ class PlannedTraffic:
             one, pieces = (s.phase, self.collective(m)), self.overlaps.moves.get(m, 0)
             whole = s._replace(calls=pieces or int(one not in seen))
             seen.add(one)
-            way = DIRECT if pieces else self.goal.ways.way(sizes[one])
-            legs = self.by_link(whole, way) if s.kind == "switch" and self.goal.ways.node else []
+            way = DIRECT if pieces else self.ways.way(sizes[one])
+            legs = self.by_link(whole, way) if s.kind == "switch" and self.ways.node else []
             if pieces:
                 there = "backward" if s.phase == "backward" else "forward"
                 whole = whole._replace(value=None, each=self.overlaps.sent(m)[there])
@@ -94,7 +95,7 @@ class PlannedTraffic:
     def by_link(self, switch: Sending, way: str) -> list[Sending]:
         """The sendings of a switch that goes in legs; none if it is direct."""
         assert switch.value is not None
-        ways, n, new = self.goal.ways, self.found.size, switch.calls
+        ways, n, new = self.ways, self.found.size, switch.calls
         rows = dealt(switch.value, switch.src, switch.dst, n)
         legs = [ways.legs(way, rows.__getitem__, rank) for rank in range(n)]
         parts = [(kind, [leg[kind][0] for leg in legs], new * legs[0][kind][1]) for kind in legs[0]]

@@ -5,34 +5,35 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsp.calls import replaced, without_operands
+from dsp.calls import without_operands
 from dsp.collectives import summed_in
 from dsp.deal import collect_rows, deal_rows
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.randomness import forked
+from dsp.rows import Rows, read_rows
 from dsp.rules import DealtRows, Outcome, localize_source
 from dsp.rules.functions import ALIASES, DENSE
 from dsp.run.forward import Run
-from dsp.run.recipes import GlueCall, Recipe
+from dsp.run.recipes import Recipe, RuledCall
+from dsp.run.whole import on_wholes, parted, writes
 from dsp.run.writes import copy_source
 from dsp.sharded import Sharded, bare, plain, stride_of
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
 
 
-def follow(op: GlueCall, recipe: Recipe) -> Any:
+def follow(op: RuledCall, recipe: Recipe) -> Any:
     """Run an operation by its recipe."""
     run = op.run
     run.where = ("glue", recipe.index, op.what.name)
     parts = run.views.bring(op.tensors, op.shells, recipe.wanted, recipe.via)
     if recipe.outcome is None:
-        return on_wholes(op, parts, recipe.wanted, recipe)
+        return on_wholes(op, parts, recipe.wanted)
     narrow = recipe.outcome.narrow
     parts = [run.axis.narrow(t, narrow[i]) if i in narrow else t for i, t in enumerate(parts)]
     before = [version(t) for t in parts]
@@ -41,7 +42,7 @@ def follow(op: GlueCall, recipe: Recipe) -> Any:
             _ = parts[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
     out = on_parts(op, recipe, recipe.outcome, parts)
     if recipe.outcome.cut is None:
-        return parted(run, out, recipe)
+        return parted(run, out, recipe.node, recipe.push)
     made = results(op, recipe, recipe.outcome.cut, parts, out)
     written = 1 if op.what.in_place else 0
     call = recipe.prepared
@@ -52,30 +53,13 @@ def follow(op: GlueCall, recipe: Recipe) -> Any:
     return map_tensors(out, made)
 
 
-def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None], recipe: Recipe) -> Any:
-    """The call on whole tensors, and of its results this rank's part where the plan wants it."""
-    args, kwargs = replaced(op.args, op.kwargs, iter(tensors))
-    with writes(op, tensors, cuts) as views:
-        out = views(op.func(*args, **kwargs))
-    return parted(op.run, out, recipe)
-
-
-def parted(run: Run, out: Any, recipe: Recipe) -> Any:
-    """Whole results, of which this rank takes its part where the plan wants it."""
-    if not any(recipe.push) or recipe.node is None:
-        return out
-    tensors = tensors_in(out)
-    push = [*recipe.push, *[None] * (len(tensors) - len(recipe.push))]
-    return map_tensors(out, run.share_out(tensors, push, chain(recipe.node.results, repeat(-1))))
-
-
-def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
+def on_parts(op: RuledCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
     """The call on local parts, as the rule has it; summed over ranks, if that is what it says."""
     run, frame, operands, name = op.run, recipe.frame, recipe.frame.operands(), op.what.name
     table: dict[int, Any] = {id(o): t for o, t in zip(operands, parts)}
     if outcome.rows:
-        read = run.read([(plain(parts[i]), recipe.wanted[i], rows) for i, rows in outcome.rows.items()])
-        table |= {id(operands[i]): own for i, own in zip(outcome.rows, read)}
+        came = read(run, [(plain(parts[i]), recipe.wanted[i], rows) for i, rows in outcome.rows.items()])
+        table |= {id(operands[i]): own for i, own in zip(outcome.rows, came)}
     if outcome.deal is not None:
         i, deal, _ = outcome.deal
         table[id(operands[i])] = deal_rows(plain(parts[i]), recipe.wanted[i].dim, deal, run.axis.group)  # type: ignore[union-attr]
@@ -101,7 +85,22 @@ def on_parts(op: GlueCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]
         return out
 
 
-def collected(op: GlueCall, outcome: Outcome, dealing: DealtRows, out: Any) -> Any:
+def read(run: Run, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]) -> list[Any]:
+    """The spans that this rank reads of tensors, in one exchange; of a whole one (cut None) no rank sends any."""
+    pairs = [(t, rows) for t, cut, spans in wanted if cut is not None for rows in spans]
+    came = iter(read_rows([t for t, _ in pairs], [rows for _, rows in pairs], run.axis.group))
+    found: list[Any] = []
+    for t, cut, spans in wanted:
+        if cut is None:
+            ends = [(rows.dim, *rows.spans[run.axis.rank]) for rows in spans]
+            own = [t.narrow(dim, start, stop - start) for dim, start, stop in ends]
+        else:
+            own = [next(came) for _ in spans]
+        found.append(own[0] if len(own) == 1 else own)
+    return found
+
+
+def collected(op: RuledCall, outcome: Outcome, dealing: DealtRows, out: Any) -> Any:
     """Results of rows that were dealt, at the ranks that hold them."""
     cut, group = outcome.cut, op.run.axis.group
     assert cut is not None
@@ -119,7 +118,7 @@ class Landed(NamedTuple):
     itself: Sharded | None
 
 
-def results(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
+def results(op: RuledCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
     """The results of local parts in global shape, where the plan wants them."""
     run = op.run
     found = [landed(op, recipe, cut, parts, k, own) for k, own in enumerate(tensors_in(out))]
@@ -132,7 +131,7 @@ def results(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: An
 
 
 def related(
-    op: GlueCall, recipe: Recipe, x: Tensor, parts: Sequence[Part], made: Sequence[Any], fresh: Sequence[bool]
+    op: RuledCall, recipe: Recipe, x: Tensor, parts: Sequence[Part], made: Sequence[Any], fresh: Sequence[bool]
 ) -> None:
     """Mark results as views of the first argument, of which `x` is the part, or as copies where they had to be."""
     run, first, outcome = op.run, op.shells[0], recipe.outcome
@@ -148,7 +147,7 @@ def related(
         run.writes.reshape_copied(first, made[0])
 
 
-def landed(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int, own: Tensor) -> Landed:
+def landed(op: RuledCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int, own: Tensor) -> Landed:
     """The k-th result, `own`: its global shape, in memory of its own where it would be on one device."""
     outcome, loose = recipe.outcome, op.what.name in DENSE and op.copies is None
     assert outcome is not None
@@ -174,7 +173,7 @@ def landed(op: GlueCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int, 
     return Landed(Part(dense, cut, target, tuple(shape)), copy_source(own) if stays else None, itself)
 
 
-def as_copy(op: GlueCall, t: Tensor, local: Tensor) -> None:
+def as_copy(op: RuledCall, t: Tensor, local: Tensor) -> None:
     """Mark a result as a copy that is a view of the operation's first argument on one device; `local` is its part."""
     if memory(t) == memory(local):  # no rank reads rows of another one
         return
@@ -183,7 +182,7 @@ def as_copy(op: GlueCall, t: Tensor, local: Tensor) -> None:
         t._dsp_read = op.args  # type: ignore[attr-defined]
 
 
-def source(op: GlueCall, cut: Cut) -> Any:
+def source(op: RuledCall, cut: Cut) -> Any:
     """A whole tensor stretched, or zeros: each rank makes its part alone."""
     frame = op.frame([None] * len(op.tensors))
     stretch, args, size = localize_source(frame, cut)
@@ -202,11 +201,6 @@ def dense_copy(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: lis
     model = torch.empty_strided(whole.shape, stride, device="meta")
     dense = model.contiguous() if tuple(out_shape) == tuple(model.shape) else model.reshape(out_shape)
     return t if memory(dense) == memory(model) else t.clone()
-
-
-def writes(op: GlueCall, parts: Sequence[Tensor], cuts: Sequence[Cut | None]) -> Any:
-    """The context of `Writes.around` for an operation that runs on these parts."""
-    return op.run.writes.around(op.what.name, op.what.in_place, op.tensors, op.shells, parts, cuts)
 
 
 def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:

@@ -16,15 +16,9 @@ from dsp.gradients import connected_local
 from dsp.layout import Axis, Cut, cut_of
 from dsp.methods import RankPart
 from dsp.moves import Part, switch_all
-from dsp.pending import ahead
-from dsp.plan.choices import trace_of
-from dsp.plan.events import Trace
-from dsp.plan.recorder import Recorder
 from dsp.plan.script import INPUTS, Script, Where
 from dsp.private import StorageWeakRef
-from dsp.rows import Rows, read_rows
 from dsp.run.lookup import NUMBERS, Lookup
-from dsp.run.traffic_check import TrafficCheck
 from dsp.run.views import Views
 from dsp.run.writes import Writes, copy_source
 from dsp.sharded import ACTIVE, Sharded, carry
@@ -53,16 +47,18 @@ class Run(Lookup):
         self.again = False  # whether it computes again what an activation checkpoint did not keep
         self.pieces: Any = None  # `dsp.run.piecewise.Pieces` of the stage call that runs now, if it is cut
         self.where: Where = INPUTS  # what moves are for
-        self.traffic_check: TrafficCheck | None = None  # compares what it sends with its plan
+        self.traffic_check: Any = None  # compares what it sends with its plan
         self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once
         self.writes = Writes(axis)
         self.views = Views(axis, self.writes.refuse_stale)
         self.failed = 0  # the id of what a stage raised, where tensors are plain: the error would keep all its frames
         self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
         self.coming: dict[StorageWeakRef, Callable[[], None]] = {}  # memory whose numbers are under way; waits for them
+        self.graph: int | None = None  # that which stands for it
+        self.witness: Any = None  # a hook for the gradients of what it returns
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
-        self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
-        self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
+        self.recorder: Any = None  # when no plan could be made ahead: this run, for the next ones
+        self.mode: Any = None  # `dsp.run.whole.Whole`, while it is the one that runs
 
     @contextmanager
     def outside_stage(self) -> Iterator[None]:
@@ -78,14 +74,6 @@ class Run(Lookup):
         if self.recorder is not None:
             with self.unplanned():
                 getattr(self.recorder, method)(*args)
-
-    def traced(self, given: Mapping[str, Cut], gather: bool) -> Trace | None:
-        """The problem of this run for the planner, if it was recorded; see `trace_of`."""
-        if self.recorder is not None:
-            self.recorder.record.random = True
-            with self.unplanned():
-                return trace_of(self.recorder.record, given, gather)
-        return None
 
     @contextmanager
     def unplanned(self) -> Iterator[None]:
@@ -137,32 +125,12 @@ class Run(Lookup):
         self.opened[id(t)] = t, made
         return made
 
-    def read(self, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]) -> list[Any]:
-        """The spans that this rank reads of tensors, in one exchange; of a whole one (cut None) no rank sends any."""
-        pairs = [(t, rows) for t, cut, spans in wanted if cut is not None for rows in spans]
-        came = iter(read_rows([t for t, _ in pairs], [rows for _, rows in pairs], self.axis.group))
-        found: list[Any] = []
-        for t, cut, spans in wanted:
-            if cut is None:
-                ends = [(rows.dim, *rows.spans[self.axis.rank]) for rows in spans]
-                own = [t.narrow(dim, start, stop - start) for dim, start, stop in ends]
-            else:
-                own = [next(came) for _ in spans]
-            found.append(own[0] if len(own) == 1 else own)
-        return found
-
     def arrive(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Wait for the numbers of these tensors, or of all, where they are under way."""
         for of in list(self.coming) if tensors is None else map(memory, tensors):
             if (arrived := self.coming.pop(of, None)) is not None:
                 with torch._C.DisableTorchFunction():  # it is no operation of the model
                     arrived()
-
-    def send_ahead(self, part: Part) -> Tensor:
-        """A part that nobody writes, switched; nobody reads what it becomes but after `arrive`."""
-        made, arrived = ahead(*part.opened(self.axis), self.axis.switching, *(part.pieces or ()), wire=self.axis.wire)
-        self.coming[memory(made)] = arrived
-        return made
 
     def land(self, parts: Sequence[Part], numbers: Iterable[int]) -> list[Tensor]:
         """The results of an operation or stage as the model sees them, moved to where the plan wants them."""

@@ -7,120 +7,54 @@ rules of `dsp.rules` and the decisions of the plan, and kept for all operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from dsp.between import Between
 from dsp.calls import GlueError, replaced, tensor_args
-from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.moves import Part
-from dsp.observers import observing
+from dsp.pending import ahead
 from dsp.plan.script import key_of_operation
 from dsp.plan.tracing import KEPT
 from dsp.private import (
     FakeTensor,
-    Recompute,
-    _get_current_function_mode,
-    _pop_mode,
-    _push_mode,
-    checkpoint_frame,
-    compiler_loaded,
     saving_hooks,
 )
 from dsp.rules.functions import LOOKS, TELLING
-from dsp.run.follow import follow, parted, source, writes
-from dsp.run.forward import Run, Unfit
-from dsp.run.lookup import InTurn
-from dsp.run.piecewise import in_pieces
-from dsp.run.recipes import GlueCall, NoKey, PreparedCall, Recipe, derive, key_of
-from dsp.sharded import ACTIVE, READ, Sharded, carry, claim, plain
-from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
+from dsp.run.follow import follow, source
+from dsp.run.forward import Run
+from dsp.run.lookup import InTurn, NoKey
+from dsp.run.piecewise import InPieces
+from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
+from dsp.run.whole import Whole, parted, sharded_in, writes
+from dsp.sharded import Sharded, carry, claim, plain
+from dsp.tensors import map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
 
-
-@contextmanager
-def active(runtime: Any, run: Run) -> Iterator[None]:
-    """Make `run` the one that hooks and glue of `runtime` serve."""
-    token, run.mode = ACTIVE.set((runtime, run)), Glue(run)
-    cut = in_pieces(runtime.stages, run.script) if run.script is not None and run.script.in_pieces else ()
-    try:
-        with run.mode:
-            yield
-    finally:
-        for forward in cut:
-            forward.let_go()
-        ACTIVE.reset(token)
-        run.mode = None  # it knows the run: nobody would let go of either before the next collection of garbage
-
-
 SAME = "same"  # the recipe of what returns its first argument as it is
-PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
 
 
-class Glue(Between):
-    """The mode of a run: every operation between its stages is run on local parts."""
+class Glue(Whole):
+    """The mode of a run whose operations between stages run on local parts, where a rule says how.
 
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
-        asks = run.script is None or run.script.compiled  # else nothing that is compiled was met between stages
-        self.followed = CompileOff() if asks and compiler_loaded() else None
-        self.asleep = self.popped = False
+    cut: the stages that run piece by piece while it is on.
+    """
 
-    def suspend(self) -> None:
-        """Inside a stage tensors are local and plain: get out of the way, entirely if nobody stands above us."""
-        if _get_current_function_mode() is self:
-            _pop_mode()
-            self.popped = True
-        self.asleep = True
-        if self.followed is not None:
-            self.followed.__exit__()
-
-    def resume(self) -> None:
-        if self.followed is not None:
-            self.followed.__enter__()
-        if self.popped:
-            _push_mode(self)
-        self.asleep = self.popped = False
-
-    def __enter__(self) -> Any:
-        if self.followed is not None:
-            self.followed.__enter__()
-        return super().__enter__()
+    def __init__(self, run: Run, cut: Sequence[InPieces] = ()) -> None:
+        super().__init__(run)
+        self.cut = cut
 
     def __exit__(self, *exc: Any) -> None:
-        if self.followed is not None:
-            self.followed.__exit__()
-        if not self.popped:  # an exception that no hook saw may have left a stage open
-            super().__exit__(*exc)
-        self.asleep = self.popped = False
+        super().__exit__(*exc)
+        for forward in self.cut:
+            forward.let_go()
 
-    def sharded(self, t: Tensor) -> bool:
-        return isinstance(t, Sharded)
-
-    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
-        run, name = self.run, what.name
-        if run.coming and name not in LOOKS:
-            run.arrive(tensor_args(args, kwargs))
-        if saving_hooks(False) is not None:
-            note_checkpoint(run)
-        asks = run.writes.has_copies or name in run.on_wholes
-        if not asks and PLAIN.issuperset(types) and not dtensors(args, kwargs):
-            run.where = ("glue", -1, name)  # of what communicates by itself
-            out = func(*args, **kwargs)
-            if not (what.in_place or (type(out) is Tensor and not out.requires_grad)):
-                out = plainly(out)  # asked here as well: a call less for most
-        else:
-            out = self.operate(func, what, args, kwargs)
-        if run.recorder is not None:
-            run.observe("operation", name, args, kwargs, out, what.in_place)
-        return out
+    def wait(self, what: Traits, args: Any, kwargs: Any) -> None:
+        if what.name in TELLING or not (what.metadata or what.name in LOOKS):
+            super().wait(what, args, kwargs)
 
     def operate(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
         """One operation of glue, on local parts: by its recipe, if there is one already."""
@@ -146,18 +80,11 @@ class Glue(Between):
                     args, kwargs = self.brought(recipe, what, args, kwargs)
                 return self.quickly(recipe, call, args, kwargs)
             if recipe.whole and not run.writes.has_copies:
-                return parted(run, func(*args, **kwargs), recipe)
+                return parted(run, func(*args, **kwargs), recipe.node, recipe.push)
         tensors, shells = self.opened(what, args, kwargs)
         if recipe is None:
-            return self.first_time(GlueCall(run, node, func, what, args, kwargs, tensors, shells), key)
-        return follow(GlueCall(run, recipe.node, func, what, args, kwargs, tensors, shells), recipe)
-
-    def opened(self, what: Traits, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Sharded | None]]:
-        """The tensors among the arguments, and as glue holds them."""
-        if self.run.writes.stale and what.name == "setitem":
-            self.run.writes.written_back(*args)
-        tensors = tensor_args(args, kwargs)
-        return tensors, list(map(self.run.open, tensors))
+            return self.first_time(RuledCall(run, node, func, what, args, kwargs, tensors, shells), key)
+        return follow(RuledCall(run, recipe.node, func, what, args, kwargs, tensors, shells), recipe)
 
     def brought(self, recipe: Recipe, what: Traits, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with the tensors where the operation needs them."""
@@ -169,7 +96,7 @@ class Glue(Between):
         shells = [t if type(t) is Sharded else None for t in tensors]
         return replaced(args, kwargs, iter(run.views.bring(tensors, shells, recipe.wanted, recipe.via)))
 
-    def first_time(self, op: GlueCall, key: Any) -> Any:
+    def first_time(self, op: RuledCall, key: Any) -> Any:
         """An operation without a recipe, which is kept for those that have its key."""
         run, tensors, shells, name = op.run, op.tensors, op.shells, op.what.name
         alike = None if op.node is None else run.recipes[key].alike
@@ -189,7 +116,7 @@ class Glue(Between):
         run.keep_in_turn(key, alike, op.node, recipe)
         return follow(op, recipe)
 
-    def of_wholes(self, op: GlueCall) -> Any:
+    def of_wholes(self, op: RuledCall) -> Any:
         """The result of an operation on whole tensors that needs no recipe; NotImplemented for any other."""
         if any(s is not None for s in op.shells):
             return NotImplemented
@@ -200,7 +127,7 @@ class Glue(Between):
         with writes(op, op.tensors, [None] * len(op.tensors)) as views:
             return views(op.func(*op.args, **op.kwargs))
 
-    def derived(self, op: GlueCall, keeps: bool) -> Recipe:
+    def derived(self, op: RuledCall, keeps: bool) -> Recipe:
         """How an operation runs; derived once for all of which the plan asks nothing, and that lie alike."""
         node = op.node
         if not keeps or op.step is not None:
@@ -224,7 +151,7 @@ class Glue(Between):
             args = list(args)
             for i, cut in call.narrowed:
                 args[i] = self.run.axis.narrow(args[i], cut)
-        own = _sharded(args, kwargs) if call.own is None else args[call.own]
+        own = sharded_in(args, kwargs) if call.own is None else args[call.own]
         for t in own:  # as `bare` does
             t.__class__ = Tensor
         try:
@@ -293,7 +220,7 @@ class Glue(Between):
         assert cut is not None
         parts = [Part(t, cut, at.cut, at.shape) for t, at in zip(tensors_in(out), recipe.ats)]
         if self.goes_ahead(parts):
-            moved: Any = map(self.run.send_ahead, parts)
+            moved: Any = [send_ahead(self.run, part) for part in parts]
         else:
             moved = self.run.push_all(parts)
         return map_tensors(out, map(claim, moved, recipe.ats, self.numbers(recipe)))
@@ -309,20 +236,12 @@ class Glue(Between):
             return False
         return all(p.simple and p.src != p.dst and not p.small(size) for p in parts)
 
-    def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
-        if self.run.coming and what.name in TELLING:
-            self.run.arrive(tensor_args(args, kwargs))
-        if what.name == "backward":
-            raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
-        if what.name == "new_tensor" and _sharded(args[1:], kwargs):
-            raise GlueError("new_tensor() would copy this rank's part alone; write y.detach().clone()")
-        if args and isinstance(args[0], Sharded):
-            read = READ.get(func)
-            if read is not None:
-                return read(*args, **kwargs)
-            with NO():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+
+def send_ahead(run: Run, part: Part) -> Tensor:
+    """A part that nobody writes, switched; nobody reads what it becomes but after `arrive`."""
+    made, arrived = ahead(*part.opened(run.axis), run.axis.switching, *(part.pieces or ()), wire=run.axis.wire)
+    run.coming[memory(made)] = arrived
+    return made
 
 
 def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -> bool:
@@ -339,43 +258,3 @@ def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -
 def fit(cuts: Sequence[Cut | None], tensors: Sequence[Tensor]) -> bool:
     """Tell whether these are as many tensors as a plan has cuts for, and can be cut so."""
     return len(cuts) == len(tensors) and all(c is None or c.fits(t.shape) for c, t in zip(cuts, tensors))
-
-
-def dtensors(args: Any, kwargs: Any) -> bool:
-    """Tell whether there is a DTensor among the arguments, or a sharded tensor that a function's types do not name."""
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(a, (DTensor, Sharded)) or (type(a) in (list, tuple) and dtensors(a, None)):
-            return True
-    return False
-
-
-def _sharded(args: Any, kwargs: Any) -> list[Sharded]:
-    found = []
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        if type(a) is Sharded:
-            found.append(a)
-        elif type(a) is tuple or type(a) is list:
-            found += _sharded(a, {})
-    return found
-
-
-def note_checkpoint(run: Run) -> None:
-    """Inside a checkpointed region: let its recomputation in backward run under this run's script again."""
-    frame = checkpoint_frame()
-    if frame is None or Recompute.known(frame, note_checkpoint):
-        return
-    if run.by_graph:
-        raise Unfit("it has an activation checkpoint")
-    arguments = run.axis, run.script, run.root_sizes, run.recipes, run.first, dict(run.turns)
-    traffic_check, runtime = run.traffic_check, ACTIVE.get()
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        again = Run(*arguments)
-        again.again = True
-        again.traffic_check = traffic_check
-        assert runtime is not None
-        with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):
-            yield
-
-    Recompute(frame, note_checkpoint, around)

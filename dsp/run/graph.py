@@ -41,10 +41,10 @@ from dsp.private import (
 )
 from dsp.run.agreement import same
 from dsp.run.forward import Run, Unfit
-from dsp.run.glue import active
 from dsp.run.guards import Guards, options_of
 from dsp.run.outputs import Made, bring_out, hand_out
 from dsp.run.tidy import tidy
+from dsp.run.whole import active
 from dsp.sent import COLLECTIVES
 from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import tensors_in

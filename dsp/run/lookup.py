@@ -16,6 +16,10 @@ RECIPES = 65536  # kept for a plan
 NUMBERS = 1 << 32  # of the tensors of a forward, at most
 
 
+class NoKey(Exception):
+    """An argument that no key can be made of, or a tensor that has to be opened first."""
+
+
 class InTurn(NamedTuple):
     """How several nodes alike run, by their index, as far as is known."""
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,12 +23,13 @@ from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
 from dsp.overlap import Overlap, overlap_of, refuse_overlap
 from dsp.plan.advice import remedy
+from dsp.plan.choices import trace_of
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
 from dsp.plan.recorder import Recorder
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
-from dsp.plan.tracing import KEPT, trace
+from dsp.plan.tracing import KEPT
 from dsp.private import (
     COMPILERS_OWN,
     AsyncCollectiveTensor,
@@ -40,32 +39,26 @@ from dsp.private import (
     maybe_current_level,
     uncompiled,
 )
-from dsp.randomness import join, share
 from dsp.routes import Route
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.forward import Run, Unfit
-from dsp.run.glue import active
+from dsp.run.glue import Glue
 from dsp.run.graph import Graph, Graphs
 from dsp.run.hooks import Compiled, keep_compiled, settle
 from dsp.run.inputs import (
-    DeclaredInput,
     describe,
     given_cuts,
-    places,
-    split,
     taken_apart,
-    with_true_gradients,
     without_data,
 )
 from dsp.run.kept import Path, lying, paths_to
-from dsp.run.lookup import NUMBERS
 from dsp.run.notes import add_note
-from dsp.run.outputs import bring_out, hand_out
+from dsp.run.piecewise import PieceCalls, in_pieces
 from dsp.run.pipelines import Method, SharedBatch, axes_of, parts_of
-from dsp.run.stage_calls import StageCalls, unpicklable
+from dsp.run.runtime import CallEntry, Runtime
 from dsp.run.traffic_check import PlannedCounts, TrafficCheck
 from dsp.sharded import ACTIVE
-from dsp.signature import Signature, sizes_of_root
+from dsp.signature import Signature
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
 from dsp.wire import SAME, Wire
@@ -83,7 +76,6 @@ DIFFER = (
     "differently, because of a flag, an environment variable or a random number that torch did not draw. Let every "
     "rank run the same code"
 )
-PLANS = 64  # input signatures whose plan is kept
 
 
 def parallelize(
@@ -158,7 +150,7 @@ def parallelize(
         Signature(model, root, "the model")
     if axis.size > 1:
         cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))
-        Runtime(model, axis, found, root, gather_output, compile, cut).install()
+        FullRuntime(model, axis, found, root, gather_output, compile, cut).install()
     return model
 
 
@@ -167,81 +159,68 @@ def kind_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-@dataclass(eq=False)
-class CallEntry:
+@dataclass(eq=False, kw_only=True)
+class FullEntry(CallEntry):
     """The state of calls whose inputs have one signature, of which `number` is made.
 
-    sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
-    given: whether others come sharded; told: what was said of runs that send other than planned. graphs: those of
-    ``compile``. astray: the key of a plan that a run left, until the next call makes another one; anew: whether one has
-    been made so.
+    told: what was said of runs that send other than planned. graphs: those of ``compile``. astray: the key of a plan
+    that a run left, until the next call makes another one; anew: whether one has been made so.
     """
 
     number: int
-    plan: Plan | None
-    sizes: dict[str, int]
-    asks: bool
-    places: list[DeclaredInput] | None = None
-    given: bool = False
     told: str = ""
     astray: str = ""
     anew: bool = False
     graphs: list[Graph] | None = field(default_factory=list)  # None: none can be made
 
 
-class Runtime:
-    """The runtime that `parallelize` adds to a model: hooks, plans by input signature, the check that ranks agree."""
+class FullRuntime(Runtime):
+    """The runtime that `dsp.parallelize` adds to a model.
+
+    Operations between stages run on parts, where a rule says how. Ranks agree, what is sent is compared with the plan,
+    a forward that reads its data is recorded, and may be one graph.
+    """
+
+    OWN = f"{Runtime.OWN} between followed_in agreement graphs"
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
         compile: bool | str = False, overlap: Overlap = None,
     ) -> None:  # fmt: skip
-        self.model, self.axis, self.stages, self.root, self.overlap = model, axis, stages, root, overlap
-        self.gather_output = gather_output
+        super().__init__(model, axis, stages, root, gather_output)
+        self.overlap = overlap
         self.graphs = Graphs(model, axis, compile) if compile else None
-        self.entries: OrderedDict[Any, CallEntry] = OrderedDict()  # by the signature of inputs
         self.kept: list[Path] = []  # to sharded tensors that earlier calls left, and forwards met
         self.advice = ""  # what runs whole, as it was said
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters), model)
-        self.stage_calls = StageCalls(axis, self.agreement)
-        self.signature = Signature(model, root, "the model") if root is not None else None
-        self.recipes: dict[Any, Any] = {}  # of runs without a plan
+        self.stage_calls = PieceCalls(axis, self.agreement)
         self.counts = not any(stage.around for stage in stages)  # whether a plan knows all that a run sends
-        self.first = 0  # see `Run.first`
         self.idle = threading.Lock()  # held while a forward runs
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        """For a copy of the model, on the same ranks; it makes plans of its own."""
-        new = memo[id(self)] = object.__new__(Runtime)
-        new.__dict__.update(self.__dict__)
-        new.entries, new.recipes, new.kept, new.idle = OrderedDict(), {}, [], threading.Lock()
-        # the model is not complete yet
-        copied = "model forward stages signature hooks between followed_in agreement stage_calls graphs"
-        for name in copied.split():
-            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullRuntime:
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, FullRuntime)
+        new.kept, new.idle = [], threading.Lock()
         return new
 
-    def __reduce__(self) -> Any:
-        raise unpicklable()
-
     def install(self) -> None:
-        if isinstance(getattr(self.model.__dict__.get("forward"), "__self__", None), Runtime):
-            raise ValueError("this model is already parallelized; build it anew to parallelize it differently")
-        self.forward = self.model.forward
-        self.hooks = [self.stage_calls.install(stage) for stage in self.stages]
-        self.model.forward = self.call
+        super().install()
         inside = {id(m) for stage in self.stages for m in stage.module.modules()}
         between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
         self.between = [hooks for m in between for hooks in hooks_of(m)]
         self.followed_in = [*(stage.module for stage in self.stages), *between]
+
+    def between_stages(self, run: Run) -> Glue:
+        cut = in_pieces(self.stages, run.script) if run.script is not None and run.script.in_pieces else ()
+        return Glue(run, cut)
 
     # --- the model ---
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             refuse_compiling()
-        if ACTIVE.get() is not None:  # inside another parallelized model: its plan governs
-            return self.forward(*args, **kwargs)
+        if ACTIVE.get() is not None:
+            return super().call(*args, **kwargs)
         if maybe_current_level() is not None or torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(
                 f"a parallelized {type(self.model).__name__} cannot run under torch.vmap, torch.func, torch.jit.trace "
@@ -255,7 +234,7 @@ class Runtime:
                 "for each, on a mesh of its own"
             )
         try:
-            return self.once(args, kwargs)
+            return super().call(*args, **kwargs)
         finally:
             self.idle.release()
 
@@ -272,20 +251,21 @@ class Runtime:
         if self.kept:
             key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept))
         entry, fresh = self.entry_for(key, leaves, args, kwargs)
-        plan = entry.plan
         graph = None if self.graphs is None or fresh else self.graphs.graph_for(entry, leaves)
+        plan = entry.plan
         way = entry.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
         self.agreement.start(leaves, spec, way, wait=fresh or plan is None)
         if fresh:
             same_weights(self.axis, self.model)
             if not same(self.axis, plan.script.key() if plan is not None else ""):
                 raise RuntimeError(DIFFER)
-        self.first += NUMBERS
-        run = Run(self.axis, plan.script if plan else None, entry.sizes, self.recipes, self.first)
+        run = self.begun(entry)
+        run.graph = graph
         if plan is not None and self.counts and graph is None:
-            run.traffic_check = self.traffic_check(plan, entry, run)
+            check = run.traffic_check = self.traffic_check(plan, entry, run)
+            run.witness = check.witness if check.planned.returns else None
         with observing(run.traffic_check.forward if run.traffic_check is not None else None):
-            return self.followed(run, entry, args, kwargs, graph)
+            return self.followed(run, entry, args, kwargs)
 
     def compiled(self, m: nn.Module) -> None:
         """A module that its compile() compiled stays so if it is a stage. Raises RuntimeError if it is between them."""
@@ -302,47 +282,35 @@ class Runtime:
             f"by one: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
         )
 
-    def followed(self, run: Run, entry: CallEntry, args: Any, kwargs: Any, graph: int | None) -> Any:
-        """The forward by its plan, or else as it chooses."""
-        plan = entry.plan
-        args, kwargs = self.taken(run, entry, args, kwargs)
-        if plan is None:
+    def driven(self, run: Run, entry: FullEntry, args: Any, kwargs: Any) -> Any:
+        if run.script is None:
             run.recorder = Recorder(self.axis.size, run.root_sizes)
             if self.signature is not None:
                 bound = self.signature.bind(args, kwargs)[1]
                 run.observe("root_inputs", bound)
-        if graph is not None and self.graphs is not None:
+        if run.graph is not None and self.graphs is not None:
             self.agreement.before_switching()
             try:
-                return self.graphs.run(self, entry, graph, args, kwargs)
+                return self.graphs.run(self, entry, run.graph, args, kwargs)
             except Unfit as reason:
                 self.graphs.give_up(entry, str(reason))
-        state = None
-        if plan is None or plan.script.random_glue:
-            state = share(self.axis)
         try:
-            with active(self, run):
-                output = self.forward(*args, **kwargs)
-            if without_data(output) and not without_data((args, kwargs)):
-                raise GlueError(f"{type(self.model).__name__} {KEPT}")
-            if run.coming:
-                run.arrive()
-            run.observe("root_outputs", output)
-            if plan is None:
-                entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
-            return self.finished(run, entry, plan, output)
+            return super().driven(run, entry, args, kwargs)
         except Exception as error:
             self.explain(run, error)
             raise
-        finally:
-            if state is not None:
-                join(state)
 
-    def finished(self, run: Run, entry: CallEntry, plan: Plan | None, output: Any) -> Any:
-        """The output of a forward as the caller gets it; `plan` is the one that it followed."""
-        made, check = bring_out(run, output, self.root, self.gather_output), run.traffic_check
-        witness = check.witness if check is not None and check.planned.returns else None
-        output = hand_out(self.axis, output, made, witness)
+    def finished(self, run: Run, entry: FullEntry, output: Any, given: Any) -> Any:
+        if without_data(output) and not without_data(given):
+            raise GlueError(f"{type(self.model).__name__} {KEPT}")
+        if run.coming:
+            run.arrive()
+        run.observe("root_outputs", output)
+        plan, check = entry.plan, run.traffic_check
+        if plan is None:
+            args, kwargs = given
+            entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
+        output = super().finished(run, entry, output, given)
         if check is not None:
             check.end()
         if plan is not None and run.unknown and not plan.script.recorded:
@@ -364,32 +332,22 @@ class Runtime:
         if run.failed != id(error):
             add_note(self.model, error)
 
-    def taken(self, run: Run, entry: CallEntry, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the forward takes them: declared inputs split, numbered as the plan has them."""
-        script = run.script
-        if self.signature is not None:
-            if entry.places is None:
-                inputs, numbers = (script.inputs, script.numbers) if script is not None else ({}, {})
-                entry.places = places(self.axis, self.signature, inputs, numbers, args, kwargs)
-                entry.given = bool(given_cuts(self.signature, args, kwargs))
-            args, kwargs = split(entry.places, run.first, args, kwargs)
-        if entry.asks:
-            args, kwargs = with_true_gradients(self.axis, args, kwargs)
-        if script is not None and self.signature is not None and entry.given:
-            run.declare(self.signature.bind(args, kwargs)[1])
-        return args, kwargs
-
     def recorded(self, run: Run, given: Mapping[str, Cut]) -> Plan | None:
         """The plan of a run that had none, for the next ones; None if it cannot be made, or not alike on all ranks."""
         plan = None
-        if (trace := run.traced(given, self.gather_output)) is not None:
+        trace: Trace | None = None
+        if run.recorder is not None:
+            run.recorder.record.random = True
+            with run.unplanned():
+                trace = trace_of(run.recorder.record, given, self.gather_output)
+        if trace is not None:
             plan = self.solve(trace)
             plan.script.recorded = True
             if plan.advice and self.axis.rank == 0 and len(self.entries) == 1:
                 log.warning(plan.advice)
         return plan if same(self.axis, plan.script.key() if plan is not None else "") else None
 
-    def traffic_check(self, plan: Plan, entry: CallEntry, run: Run) -> TrafficCheck:
+    def traffic_check(self, plan: Plan, entry: FullEntry, run: Run) -> TrafficCheck:
         """The account of a run, which says so, once, if the run sends other than its plan."""
         if plan.script.planned_counts is None:
             plan.script.planned_counts = PlannedCounts(plan, self.axis.rank)
@@ -401,39 +359,25 @@ class Runtime:
 
         return TrafficCheck(plan.script.planned_counts, run, say)
 
-    def entry_for(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[CallEntry, bool]:
-        """The state of calls with such inputs, and whether it was made now."""
-        entry = self.entries.get(key)
-        if entry is not None:
-            self.entries.move_to_end(key)
-            if not entry.astray:
-                return entry, False
-            plan, left = self.make_plan(args, kwargs), entry.astray
-            entry.plan, entry.astray, entry.anew, entry.graphs = None, "", True, []
-            if plan is not None and plan.script.key() != left:
-                entry.plan, entry.places = plan, None
-            return entry, True
-        asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
-        known = len(self.kept)
-        plan = self.make_plan(args, kwargs)
-        key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept[known:]))
-        entry = CallEntry(number(key), plan, sizes_of_root(self.model, self.root, args, kwargs), asks)
-        self.entries[key] = entry
-        if len(self.entries) > PLANS:
-            self.entries.popitem(last=False)
+    def entry_for(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[FullEntry, bool]:
+        entry, fresh = super().entry_for(key, leaves, args, kwargs)
+        if not entry.astray:
+            return entry, fresh
+        plan, left = self.make_plan(args, kwargs), entry.astray
+        entry.plan, entry.astray, entry.anew, entry.graphs = None, "", True, []
+        if plan is not None and plan.script.key() != left:
+            entry.plan, entry.places = plan, None
         return entry, True
 
+    def entry(
+        self, key: Any, plan: Any, sizes: dict[str, int], asks: bool, args: Any, kwargs: Any
+    ) -> tuple[Any, FullEntry]:
+        key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept[len(key) - 3 :]))
+        return key, FullEntry(number=number(key), plan=plan, sizes=sizes, asks=asks)
+
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-        given = given_cuts(self.signature, args, kwargs)
-
-        def traced(root: StagePattern | None) -> Trace:
-            return trace(
-                self.model, self.stages, root, args, kwargs, self.axis.size,
-                gather_output=self.gather_output, given=given,
-            )  # fmt: skip
-
         try:
-            t = traced(self.root)
+            t = self.traced(self.root, args, kwargs)
         except (NotationError, GlueError):
             raise
         except Exception as error:
@@ -444,7 +388,7 @@ class Runtime:
         self.kept += [path for path in more if path not in self.kept]
         plan = self.solve(t)
         if plan.advice and self.axis.rank == 0 and not self.entries:
-            better = remedy(self.root, t, plan, lambda named: self.solve(traced(named)))
+            better = remedy(self.root, t, plan, lambda named: self.solve(self.traced(named, args, kwargs)))
             self.advice = replace(plan, remedy=better).advice
             log.warning(self.advice)
         return plan

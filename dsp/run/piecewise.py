@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsp.chunked import ChunkedSwitch
-from dsp.collectives import inexact
 from dsp.exchange import dense, order_of
 from dsp.gradients import waited
-from dsp.layout import At, Cut
-from dsp.plan.script import Script
+from dsp.layout import At, Axis, Cut
+from dsp.methods import Peers
+from dsp.plan.script import PlannedNode, Script, StageStep
+from dsp.planner import piece_sizes
 from dsp.private import compiled_call
+from dsp.run.agreement import Agreement
 from dsp.run.forward import Run
+from dsp.run.stage_calls import StageCalls, StageDecision, with_dummy
 from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.signature import Bound
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
-
-if TYPE_CHECKING:
-    from dsp.run.stage_calls import StageCalls, StageDecision
 
 
 def in_pieces(stages: Sequence[Stage], script: Script) -> list[InPieces]:
@@ -57,14 +59,44 @@ class InPieces:
         return pieces.run(self.forward, args, kwargs)
 
 
-def cut_up(
-    calls: StageCalls, run: Run, stage: Stage, decision: StageDecision, shells: Sequence[Sharded | None]
-) -> Sequence[Cut | None]:
-    """Begin a call that the plan cuts; the cuts in which its tensors are to be brought."""
-    if type(stage.module.__dict__.get("forward")) is not InPieces:  # it was compiled since it was planned
-        return decision.cuts
-    run.pieces = Pieces(calls, run, stage, decision)
-    return run.pieces.wanted(shells)
+class PieceCalls(StageCalls):
+    """The hooks of stages, some of which run piece by piece; `agreement` is looked at before the first switch."""
+
+    def __init__(self, axis: Axis, agreement: Agreement) -> None:
+        super().__init__(axis)
+        self.agreement = agreement
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PieceCalls:
+        return PieceCalls(self.axis, copy.deepcopy(self.agreement, memo))
+
+    def before_switching(self, run: Run) -> None:
+        super().before_switching(run)
+        self.agreement.before_switching()
+
+    def derived(self, run: Run, stage: Stage, node: PlannedNode | None, bound: list[Bound]) -> StageDecision:
+        found = super().derived(run, stage, node, bound)
+        if found.step is not None and found.step.pieces > 1:
+            cut_up(found, found.step, [run.open(b.tensor) for b in bound])
+        return found
+
+    def wanted(
+        self, run: Run, stage: Stage, decision: StageDecision, shells: Sequence[Sharded | None]
+    ) -> Sequence[Cut | None]:
+        if type(stage.module.__dict__.get("forward")) is not InPieces:  # it was compiled since it was planned
+            return decision.cuts
+        run.pieces = Pieces(self, run, stage, decision)
+        return run.pieces.wanted(shells)
+
+
+def cut_up(decision: StageDecision, step: StageStep, shells: Sequence[Sharded | None]) -> None:
+    """Make it a decision that runs in pieces, on tensors that lie so."""
+    ranks, parts = decision.place.peers
+    cut = zip(*[piece_sizes(part, step.pieces) for part in parts])
+    decision.pieces = [
+        replace(decision, place=decision.place._replace(peers=Peers(ranks, own)), landings={}) for own in cut
+    ]
+    comes = enumerate(zip(shells, step.ahead, decision.cuts))
+    decision.ahead = frozenset(k for k, (s, ahead, c) in comes if ahead and s is not None and s.at.cut != c)
 
 
 class Pieces:
@@ -187,20 +219,3 @@ class Pieces:
             lie.append(self.run_.axis.at(at.shape, target))
         self.landed = lie
         return found
-
-
-def with_dummy(local: Tensor, cut: Cut | None) -> Tensor:
-    """An empty part with a dummy row; a whole tensor as it is."""
-    return local if cut is None else torch.cat([local, dummy(local, cut)], cut.dim)
-
-
-def dummy(local: Tensor, cut: Cut) -> Tensor:
-    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
-    shape = [*local.shape]
-    shape[cut.dim] = cut.folds
-    if local.dtype == torch.bool:
-        return local.new_ones(shape)
-    if not inexact(local):
-        return local.new_zeros(shape)
-    line = torch.linspace(0.5, 1.5, math.prod(shape), device=local.device, dtype=torch.float32)
-    return line.to(local.dtype).view(shape)

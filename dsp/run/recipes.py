@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.calls import GlueError, Operand, replaced
+from dsp.calls import GlueError, Operand, replaced, without_operands
 from dsp.layout import At, Axis, Cut
-from dsp.plan.script import GlueStep, PlannedNode, Via
+from dsp.plan.script import PlannedNode, Via
 from dsp.rules import Frame, Outcome
 from dsp.rules.functions import ALIASES, DENSE, FOLDS, draws
-from dsp.run.forward import Run
-from dsp.run.lookup import NUMBERS
-from dsp.run.views import View
+from dsp.run.lookup import NUMBERS, NoKey
+from dsp.run.whole import GlueCall, cut_at
 from dsp.sharded import Sharded
-from dsp.traits import Traits
 
 log = logging.getLogger("dsp")
 
@@ -44,7 +41,7 @@ class Recipe:
     via: list[list[Via]]
     outcome: Outcome | None
     push: list[Cut | None]
-    view: View | None
+    view: ViewCall | None
     draws: bool
     whole: bool
     prepared: PreparedCall | None = None
@@ -93,8 +90,48 @@ class PreparedCall(NamedTuple):
     pushes: bool
 
 
-class NoKey(Exception):
-    """An argument that no key can be made of, or a tensor that has to be opened first."""
+HERE = object()  # in arguments, where the tensor comes that a view is taken of
+
+
+class ReplayedCall(NamedTuple):
+    """A view of a part: the call, and where the result is cut."""
+
+    call: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cut: Cut | None
+
+    def of(self, local: Tensor) -> Any:
+        return self.call(*[local if a is HERE else a for a in self.args], **self.kwargs)
+
+
+class ViewCall:
+    """An operation that made the same data in another shape, and how it does so under other cuts of its argument."""
+
+    def __init__(self, func: Any, frame: Frame) -> None:
+        self.func, self.frame = func, frame
+        self.found: dict[Cut | None, ReplayedCall | None] = {}
+        self.near: dict[Any, Cut | None] = {}  # of chains that end here, see `source` of a run
+
+    def under(self, cut: Cut | None) -> ReplayedCall | None:
+        """With its argument cut so, or whole; None if the cut cannot pass."""
+        if cut not in self.found:
+            self.found[cut] = self.again(cut)
+        return self.found[cut]
+
+    def again(self, cut: Cut | None) -> ReplayedCall | None:
+        x = Operand(self.frame.args[0].shape, cut)
+        frame = replace(self.frame, args=(x, *self.frame.args[1:]))
+        try:
+            outcome = frame.outcome() if cut is not None else Outcome(None)
+        except GlueError:
+            return None
+        # others give a shape alone, as those of view_as
+        table: dict[int, Any] = {id(o): torch.empty(o.shape, device="meta") for o in frame.operands()} | {id(x): HERE}
+        args = without_operands(frame.args if outcome.args is None else outcome.args, table)
+        return ReplayedCall(
+            outcome.func or self.func, args, frame.kwargs if outcome.kwargs is None else outcome.kwargs, outcome.cut
+        )
 
 
 def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
@@ -128,51 +165,13 @@ def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
 
 
 @dataclass(eq=False)
-class GlueCall:
-    """One operation of glue as a run comes to it: `node` is what the plan has of it, `step` what it asks; `shells` are
-    the tensors among its arguments as glue holds them, None for those that are not sharded."""
-
-    run: Run
-    node: PlannedNode | None
-    func: Any
-    what: Traits
-    args: Any
-    kwargs: Any
-    tensors: list[Tensor]
-    shells: list[Sharded | None]
-
-    @property
-    def step(self) -> GlueStep | None:
-        return None if self.node is None else self.node.step
-
-    @property
-    def index(self) -> int:
-        return -1 if self.node is None else self.node.index
-
-    @property
-    def known(self) -> bool:
-        """Tell whether a plan or record tells what this is in memory: a view, or a copy."""
-        return self.node is not None and self.node.exact
+class RuledCall(GlueCall):
+    """The same, with what the rules have to know of it."""
 
     @property
     def planned(self) -> bool:
         """Tell whether a plan made ahead tells that."""
         return self.known and not self.run.script.recorded  # type: ignore[union-attr]
-
-    @property
-    def numbers(self) -> Iterator[int]:
-        """Those of its results in the record, and for more than it has there -1."""
-        return chain(() if self.node is None else self.node.results, repeat(-1))
-
-    @property
-    def asked(self) -> Sequence[Cut | None]:
-        """How its tensors lie, or have to by the plan."""
-        planned = None if self.step is None else self.step.cuts
-        return list(map(cut_at, self.shells)) if planned is None else planned
-
-    @property
-    def push(self) -> list[Cut | None]:
-        return self.step.push if self.step is not None else []
 
     @property
     def copies(self) -> bool | None:
@@ -192,11 +191,7 @@ class GlueCall:
         return Frame(self.what.name, *replaced(self.args, self.kwargs, stream), axis.size, axis.rank, self.func, apart)
 
 
-def cut_at(t: Sharded | None) -> Cut | None:
-    return None if t is None else t.at.cut
-
-
-def derive(op: GlueCall) -> Recipe:
+def derive(op: RuledCall) -> Recipe:
     """Derive how an operation runs, from the plan or else from the rule alone."""
     run, asked, changing = op.run, op.asked, op.what.in_place
     # another whole tensor needs no move: the rule narrows it to what the others need
@@ -210,13 +205,13 @@ def derive(op: GlueCall) -> Recipe:
     via = op.step.via if op.step is not None else []
     random = draws(op.what.name, frame.args, frame.kwargs)
     whole = outcome is None and not (changing or any(via) or any(s is not None for s in op.shells))
-    made = View(op.func, frame) if view else None
+    made = ViewCall(op.func, frame) if view else None
     recipe = Recipe(op.node, frame, wanted, via, outcome, op.push, made, random, whole)
     recipe.prepared = prepared(op, recipe)
     return recipe
 
 
-def on_cuts(op: GlueCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], Frame, Outcome | None]:
+def on_cuts(op: RuledCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], Frame, Outcome | None]:
     """The rule's outcome for tensors that lie so; where nobody planned that and it is refused, along another dim, or
     with the tensors whole (no outcome). Raises GlueError where that will not do."""
     frame, whole = op.frame(wanted), op.shells[0] is None
@@ -239,7 +234,7 @@ def on_cuts(op: GlueCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], F
         return found or ([None] * len(wanted), frame, None)
 
 
-def prepared(op: GlueCall, recipe: Recipe) -> PreparedCall | None:
+def prepared(op: RuledCall, recipe: Recipe) -> PreparedCall | None:
     """The call on local parts, if it needs no care."""
     outcome, name, in_place = recipe.outcome, op.what.name, op.what.in_place
     if outcome is None or outcome.cut is None or needs_care(op, recipe, outcome):
@@ -269,13 +264,13 @@ def prepared(op: GlueCall, recipe: Recipe) -> PreparedCall | None:
     )
 
 
-def moves_first(op: GlueCall, recipe: Recipe) -> bool:
+def moves_first(op: RuledCall, recipe: Recipe) -> bool:
     """Tell whether its tensors are brought elsewhere before it runs."""
     lie_otherwise = list(map(cut_at, op.shells)) != list(recipe.wanted)
     return lie_otherwise or any(via for s, via in zip(op.shells, recipe.via) if s is not None)
 
 
-def needs_care(op: GlueCall, recipe: Recipe, outcome: Outcome) -> bool:
+def needs_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
     """Tell whether it exchanges more than its tensors, meets an empty part, or takes a view of what moved."""
     frame, name, axis = recipe.frame, op.what.name, op.run.axis
     if outcome.kwargs or recipe.draws or outcome.rows or outcome.numbers is not None or outcome.deal is not None:
@@ -288,7 +283,7 @@ def needs_care(op: GlueCall, recipe: Recipe, outcome: Outcome) -> bool:
     return name in DENSE and looks_dense(axis, outcome, outcome.cut)
 
 
-def moves_with_care(op: GlueCall, recipe: Recipe, outcome: Outcome) -> bool:
+def moves_with_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
     """Tell whether it makes views of what moved, or nothing of it arrives."""
     if op.what.name in ALIASES or outcome.view or op.what.in_place or outcome.args is not None:
         return True
@@ -321,7 +316,7 @@ def local_arguments(frame: Frame, outcome: Outcome) -> tuple[list[tuple[int, Cut
     return narrowed, outcome.args[1:], kept
 
 
-def next_to_each_other(op: GlueCall) -> slice | None:
+def next_to_each_other(op: RuledCall) -> slice | None:
     """The positions of its sharded tensors, if they are arguments without another between them."""
     at = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
     if not at or len(at) != sum(s is not None for s in op.shells) or at[-1] + 1 - at[0] > len(at):
@@ -333,7 +328,7 @@ def has_operands(value: Any) -> bool:
     return isinstance(value, Operand) or (isinstance(value, (list, tuple)) and any(map(has_operands, value)))
 
 
-def detour(op: GlueCall) -> tuple[list[Cut | None], Frame, Outcome] | None:
+def detour(op: RuledCall) -> tuple[list[Cut | None], Frame, Outcome] | None:
     """The first dim along which all sharded operands could be cut for this operation."""
     shapes = [s.at.shape for s in op.shells if s is not None]
     for dim in range(max(map(len, shapes), default=0)):

@@ -6,11 +6,10 @@ What is done depends on where the tensors lie and not on what they hold, so it i
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -19,21 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.collectives import inexact
 from dsp.gradients import waited
 from dsp.layout import At, Axis, Cut
 from dsp.methods import Peers, RankPart, Received
 from dsp.moves import Part
 from dsp.notation import NotationError, TensorPattern
 from dsp.plan.script import PlannedNode, StageStep, Via, key_of_stage
-from dsp.planner import piece_sizes
 from dsp.private import saving_hooks
 from dsp.randomness import fork, join
-from dsp.run.agreement import Agreement
 from dsp.run.forward import Given, InStage, Run
-from dsp.run.glue import note_checkpoint
-from dsp.run.lookup import NUMBERS, InTurn
-from dsp.run.piecewise import cut_up, with_dummy
-from dsp.run.recipes import NoKey
+from dsp.run.lookup import NUMBERS, InTurn, NoKey
+from dsp.run.whole import note_checkpoint
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
 from dsp.stages import Option, Stage
@@ -65,14 +61,6 @@ class StageDecision:
     pieces: list[StageDecision] = field(default_factory=list)
     ahead: frozenset[int] = frozenset()
 
-    def cut(self, step: StageStep, shells: Sequence[Sharded | None]) -> None:
-        """Make it a decision that runs in pieces, on tensors that lie so."""
-        ranks, parts = self.place.peers
-        cut = zip(*[piece_sizes(part, step.pieces) for part in parts])
-        self.pieces = [replace(self, place=self.place._replace(peers=Peers(ranks, own)), landings={}) for own in cut]
-        comes = enumerate(zip(shells, step.ahead, self.cuts))
-        self.ahead = frozenset(k for k, (s, ahead, c) in comes if ahead and s is not None and s.at.cut != c)
-
     @property
     def draws(self) -> bool:
         """Tell whether it may draw random numbers: each rank has its own then."""
@@ -99,11 +87,11 @@ def lies(value: Any, first: int) -> Any:
 class StageCalls:
     """The hooks that `parallelize` puts on stages."""
 
-    def __init__(self, axis: Axis, agreement: Agreement) -> None:
-        self.axis, self.agreement = axis, agreement
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageCalls:
-        return StageCalls(self.axis, copy.deepcopy(self.agreement, memo))
+        return StageCalls(self.axis)
 
     def __reduce__(self) -> Any:
         raise unpicklable()
@@ -136,7 +124,7 @@ class StageCalls:
         place = decision.place
         tensors = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
         shells, cuts = [run.open(t) for t in tensors], decision.cuts
-        wanted = cut_up(self, run, stage, decision, shells) if decision.pieces else cuts
+        wanted = self.wanted(run, stage, decision, shells) if decision.pieces else cuts
         parts = list(map(plain, run.views.bring(tensors, shells, wanted, decision.via)))
         if stage.around is not None and decision.option.name is not None:
             place, parts, cuts = self.received(stage.around, decision, tensors, parts)
@@ -153,6 +141,12 @@ class StageCalls:
         if run.pieces is not None:
             run.pieces.start(shells, args, kwargs)
         return tuple(args), kwargs
+
+    def wanted(
+        self, run: Run, stage: Stage, decision: StageDecision, shells: Sequence[Sharded | None]
+    ) -> Sequence[Cut | None]:
+        """The cuts in which the tensors of a call that runs in pieces are to be brought."""
+        raise NotImplementedError
 
     def received(
         self, around: Any, decision: StageDecision, tensors: list[Tensor], parts: list[Tensor]
@@ -213,8 +207,6 @@ class StageCalls:
             node, step, option, sizes, RankPart(self.axis, option.name, peers), [b.slot for b in bound],  # type: ignore[misc]
             [b.pattern for b in bound], option.cuts, via if any(via) else [], still,
         )  # fmt: skip
-        if step is not None and step.pieces > 1:
-            found.cut(step, shells)
         return found
 
     # --- out ---
@@ -256,7 +248,6 @@ class StageCalls:
     def before_switching(self, run: Run) -> None:
         """Called once in a forward, before what its first stage made is switched."""
         run.began = True
-        self.agreement.before_switching()
 
     def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
         """Keep what may be amiss with the pattern of a stage that raised."""
@@ -373,6 +364,23 @@ def argument(t: Tensor, at: At, given: Sequence[Given]) -> Sharded | None:
         if x.local is t and x.shell is not None and x.shell.at is at:
             return x.shell
     return None
+
+
+def with_dummy(local: Tensor, cut: Cut | None) -> Tensor:
+    """An empty part with a dummy row; a whole tensor as it is."""
+    return local if cut is None else torch.cat([local, dummy(local, cut)], cut.dim)
+
+
+def dummy(local: Tensor, cut: Cut) -> Tensor:
+    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
+    shape = [*local.shape]
+    shape[cut.dim] = cut.folds
+    if local.dtype == torch.bool:
+        return local.new_ones(shape)
+    if not inexact(local):
+        return local.new_zeros(shape)
+    line = torch.linspace(0.5, 1.5, math.prod(shape), device=local.device, dtype=torch.float32)
+    return line.to(local.dtype).view(shape)
 
 
 def nothing(t: Tensor, dim: int, given: Sequence[Given]) -> Tensor:

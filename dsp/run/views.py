@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from dsp.calls import GlueError, Operand, without_operands
 from dsp.layout import Axis, Cut, separable
 from dsp.moves import Part, gather_local, switch_all, switch_local
 from dsp.plan.script import Via
-from dsp.rules import Frame, Outcome
 from dsp.sharded import Sharded, plain
 from dsp.tensors import NO, version
 
@@ -78,6 +76,23 @@ class ViewBase:
         self.copies.made[cut] = copy
 
 
+class View(Protocol):
+    """An operation that made the same data in another shape."""
+
+    near: dict[Any, Cut | None]  # of chains that end here, see `Views.source`
+
+    def under(self, cut: Cut | None) -> Replay | None:
+        """How it does so with its argument cut so, or whole; None if the cut cannot pass."""
+
+
+class Replay(Protocol):
+    """A view of a part."""
+
+    @property
+    def cut(self) -> Cut | None: ...
+    def of(self, local: Tensor) -> Any: ...
+
+
 def view_base(t: Sharded) -> ViewBase:
     """The base of a view, or `t` itself, with its copies."""
     while (view := t.viewed_from) is not None:
@@ -108,50 +123,6 @@ def seen(views: Sequence[View], cut: Cut) -> Cut | None:
             return None
         found = again.cut
     return found
-
-
-HERE = object()  # in arguments, where the tensor comes that a view is taken of
-
-
-class Replay(NamedTuple):
-    """A view of a part: the call, and where the result is cut."""
-
-    call: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    cut: Cut | None
-
-    def of(self, local: Tensor) -> Any:
-        return self.call(*[local if a is HERE else a for a in self.args], **self.kwargs)
-
-
-class View:
-    """An operation that made the same data in another shape, and how it does so under other cuts of its argument."""
-
-    def __init__(self, func: Any, frame: Frame) -> None:
-        self.func, self.frame = func, frame
-        self.found: dict[Cut | None, Replay | None] = {}
-        self.near: dict[Any, Cut | None] = {}  # of chains that end here, see `source` of a run
-
-    def under(self, cut: Cut | None) -> Replay | None:
-        """With its argument cut so, or whole; None if the cut cannot pass."""
-        if cut not in self.found:
-            self.found[cut] = self.again(cut)
-        return self.found[cut]
-
-    def again(self, cut: Cut | None) -> Replay | None:
-        x = Operand(self.frame.args[0].shape, cut)
-        frame = replace(self.frame, args=(x, *self.frame.args[1:]))
-        try:
-            outcome = frame.outcome() if cut is not None else Outcome(None)
-        except GlueError:
-            return None
-        # others give a shape alone, as those of view_as
-        table: dict[int, Any] = {id(o): torch.empty(o.shape, device="meta") for o in frame.operands()} | {id(x): HERE}
-        args = without_operands(frame.args if outcome.args is None else outcome.args, table)
-        return Replay(
-            outcome.func or self.func, args, frame.kwargs if outcome.kwargs is None else outcome.kwargs, outcome.cut
-        )
 
 
 class Views:

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from dsp.exchange import switch_plan
+from dsp.formats import FORMATS
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
 from dsp.pending import ahead
-from dsp.wire import FORMATS, STOCHASTIC, Wire, format_of
+from dsp.wire import STOCHASTIC, Wire, format_of
 from tests.support.beside import averaged
 from tests.support.loopback import TOLERANCE, measured
 from tests.support.runs import Heard

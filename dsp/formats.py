@@ -1,0 +1,186 @@
+"""The formats in which a switch travels in fewer bits, with a scale for each block of numbers.
+
+A rank packs what it sends, a flat tensor in the order of the exchange, into bytes: for each destination the numbers and
+behind them their scales, so that one all-to-all carries both. A block is 128 numbers that follow each other on the way
+to one destination, or those that are left at its end: the bytes depend on how many numbers there are alone, and not on
+the shape that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from dsp.exchange import InUnits, by_value, exchanged, joint_plan, packed
+from dsp.wire import FORMATS, SAME, format_of
+
+BLOCK = 128
+TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Format:
+    """Numbers of another type in the place of a tensor's own.
+
+    stochastic: a number is rounded up or down by chance, so that the mean is true; else to the nearest.
+    """
+
+    name: str
+    dtype: torch.dtype
+    stochastic: bool = False
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of so many numbers on the way to one rank."""
+        return count * self.dtype.itemsize
+
+    def pack(self, x: Tensor, splits: Sequence[int], seed: int) -> Tensor:
+        """The bytes of a flat tensor, of which so many numbers go to each rank."""
+        raw = x.new_empty(sum(map(self.nbytes, splits)), dtype=torch.uint8)
+        for at, (numbers, room) in enumerate(self.alike(x, raw, splits)):
+            self.write(numbers, room, seed + at)
+        return raw
+
+    def unpack(self, raw: Tensor, splits: Sequence[int], into: Tensor) -> Tensor:
+        """The numbers that came from each rank, into a flat tensor of their own type, which is returned."""
+        for numbers, room in self.alike(into, raw, splits):
+            self.read(room, numbers)
+        return into
+
+    def alike(self, x: Tensor, raw: Tensor, splits: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Numbers and bytes of neighbouring ranks that get equally many, a rank a row."""
+        counted = [(size, len(list(run))) for size, run in groupby(splits)]
+        xs = x.split([size * times for size, times in counted])
+        raws = raw.split([self.nbytes(size) * times for size, times in counted])
+        for (size, times), numbers, room in zip(counted, xs, raws):
+            if size:
+                yield numbers.view(times, size), room.view(times, self.nbytes(size))
+
+    def write(self, x: Tensor, raw: Tensor, seed: int) -> None:
+        """The bytes of rows of numbers."""
+        for block, room in zip(blocks(x), blocks(raw.view(self.dtype))):
+            if self.stochastic:
+                wide = block.float()
+                by_chance = dithered(wide.clone(), noise(wide, seed), self.dtype)
+                block = torch.where(wide.isfinite(), by_chance, wide)
+            room.copy_(block)
+
+    def read(self, raw: Tensor, into: Tensor) -> None:
+        """The rows of numbers that such bytes stand for."""
+        into.copy_(raw.view(self.dtype))
+
+
+@dataclass(frozen=True)
+class Scaled(Format):
+    """Eight bits a number, and for each block a scale in float32: the largest of the block over `top`.
+
+    A block with a NaN or an infinity says so by the sign of its scale. Then `top` stands for an infinity, `nan` for a
+    NaN, and the largest finite number is `below`, the code before `top`.
+    """
+
+    top: float = 0.0
+    below: float = 0.0
+    nan: float = float("nan")
+
+    def nbytes(self, count: int) -> int:
+        return count + 4 * -(-count // BLOCK)
+
+    def write(self, x: Tensor, raw: Tensor, seed: int) -> None:
+        scales = []
+        for at, (block, room) in enumerate(zip(blocks(x), blocks(raw[:, : x.shape[1]].view(self.dtype)))):
+            numbers, scale = self.scaled(block.float())
+            if self.stochastic:
+                numbers = dithered(numbers, noise(numbers, seed + at), self.dtype)
+            room.copy_(numbers if self.dtype.is_floating_point else numbers.round_())
+            scales.append(scale.flatten(1))
+        raw[:, x.shape[1] :] = torch.cat(scales, 1).view(torch.uint8)
+
+    def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks in units of their scales, and the scales; `x` is not written."""
+        largest = x.nan_to_num(0.0, 0.0, 0.0).abs_().amax(-1, keepdim=True)
+        odd = x.sum(-1, keepdim=True).isfinite().logical_not_()
+        scale = (largest / torch.where(odd, self.below, self.top)).clamp_(min=TINY)  # of zeros, too
+        return (x / scale).nan_to_num_(self.nan, self.top, -self.top), torch.where(odd, -scale, scale)
+
+    def read(self, raw: Tensor, into: Tensor) -> None:
+        size = into.shape[1]
+        scales = raw[:, size:].clone(memory_format=torch.contiguous_format)  # bytes begin anywhere
+        scales = scales.view(torch.float32).unsqueeze(-1)
+        codes, full = raw[:, :size].view(self.dtype), size // BLOCK
+        for code, room, scale in zip(blocks(codes), blocks(into), (scales[:, :full], scales[:, full:])):
+            numbers = code.float()
+            if not self.dtype.is_floating_point:
+                numbers.masked_fill_(numbers == self.nan, float("nan"))
+            finite = numbers.abs().le_(torch.where(scale < 0, self.below, float("inf")))
+            room.copy_(numbers.div_(finite).mul_(scale.abs()))  # by 0: an infinity
+
+
+def blocks(x: Tensor) -> list[Tensor]:
+    """Rows of numbers as blocks (rows, blocks, numbers), and likewise what is left of each."""
+    size = x.shape[1]
+    full = size - size % BLOCK
+    left = [x[:, full:].unsqueeze(1)] if full < size else []
+    return [x[:, :full].unflatten(1, (full // BLOCK, BLOCK)), *left]
+
+
+def dithered(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
+    """Finite numbers, rounded in place to such as a type has: up with a probability of what they are above."""
+    if not dtype.is_floating_point:
+        return x.add_(noise).floor_()
+    of = torch.finfo(dtype)
+    step = x.view(torch.int32).bitwise_and(0xFF << 23).view(torch.float32)  # the power of two below each
+    step.clamp_(min=of.smallest_normal).mul_(of.eps)
+    return x.div_(step).add_(noise).floor_().mul_(step)
+
+
+def noise(x: Tensor, seed: int) -> Tensor:
+    """Multiples of 2**-16 in [0, 1), for each number of blocks: the same for the same seed and numbers.
+
+    No generator is drawn from, and none is kept: a hash of seed, place and contents of each block, from which the block
+    goes on in steps of the golden ratio.
+    """
+    mixed = x.view(torch.int32).sum(-1, keepdim=True)
+    mixed += (torch.arange(mixed.numel(), device=x.device).view_as(mixed) + seed) * 0x1E3779B97F4A7C15
+    for _ in range(2):
+        mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+    steps = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) * 40503
+    return ((mixed >> 40).to(torch.int32) + steps).bitwise_and_(0xFFFF).float().mul_(2**-16)
+
+
+FORMATS.update(
+    (f.name, f)
+    for f in (
+        Format("bf16", torch.bfloat16),
+        Scaled("fp8", torch.float8_e4m3fn, top=448.0, below=416.0),
+        Scaled("int8", torch.int8, top=127.0, below=126.0, nan=-128.0),
+    )
+)
+
+
+def switch_packed(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int], wire: str
+) -> list[Tensor]:
+    """Several switches in one all-to-all where some travel in a format: the tensors of one value, by its number in
+    `of`, as one tensor."""
+    plans, forms, rooms, raw, comes, goes = [], [], [], [], [], []
+    for own in by_value(len(xs), of):
+        some = [xs[i] for i in own]
+        where = [[v[i] for i in own] for v in (src, dst, src_size)]
+        plans.append(plan := joint_plan(some, where[0], where[1], where[2], group))
+        forms.append(form := format_of(wire, some[0].dtype) or Format(SAME, some[0].dtype))
+        rooms.append(some[0].new_empty(sum(plan.out_splits)))
+        sent, out_splits, in_splits = packed(form, plan.pack(some), plan.out_splits, plan.in_splits, group)
+        raw.append(sent.split(in_splits))
+        comes.append(out_splits)
+        goes.append(in_splits)
+    send = torch.cat([part for to_rank in zip(*raw) for part in to_rank])
+    dealing = InUnits([(plan, form.nbytes) for plan, form in zip(plans, forms)])
+    received = exchanged(send, [*map(sum, zip(*comes))], [*map(sum, zip(*goes))], group, None, dealing)
+    came = received.split([size for of_rank in zip(*comes) for size in of_rank])
+    found: list[Tensor] = []
+    for k, (plan, form, room) in enumerate(zip(plans, forms, rooms)):
+        found += plan.unpack(form.unpack(torch.cat(came[k :: len(plans)]), plan.out_splits, room))
+    return found

@@ -1,0 +1,190 @@
+"""A parallel model as it runs: hooks on its stages, a plan for each signature of inputs, a forward by that."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dsp.layout import Axis
+from dsp.notation import StagePattern
+from dsp.plan.events import Trace
+from dsp.plan.program import Program
+from dsp.plan.script import Script
+from dsp.plan.solve import Goal, solved
+from dsp.plan.tracing import trace
+from dsp.randomness import join, share
+from dsp.run.forward import Run
+from dsp.run.inputs import DeclaredInput, describe, given_cuts, places, split, taken_apart, with_true_gradients
+from dsp.run.lookup import NUMBERS
+from dsp.run.outputs import bring_out, hand_out
+from dsp.run.stage_calls import StageCalls, unpicklable
+from dsp.run.whole import Whole, active
+from dsp.sharded import ACTIVE
+from dsp.signature import Signature, sizes_of_root
+from dsp.stages import Stage, declared
+
+PLANS = 64  # input signatures whose plan is kept
+
+
+class Decided(NamedTuple):
+    """A plan as a run needs it; `dsp.plan.table.Plan` has more to say of it."""
+
+    script: Script
+
+
+@dataclass(eq=False, kw_only=True)
+class CallEntry:
+    """The state of calls whose inputs have one signature.
+
+    sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
+    given: whether others come sharded.
+    """
+
+    plan: Any  # with a script, as `Decided`; None: stages choose as they are called
+    sizes: dict[str, int]
+    asks: bool
+    places: list[DeclaredInput] | None = None
+    given: bool = False
+
+
+class Runtime:
+    """What takes the place of a model's forward; `dsp.parallelize` has more of it, `dsp.run.parallel.FullRuntime`."""
+
+    OWN: ClassVar[str] = "model forward stages signature hooks stage_calls"  # what a copy of the model has of its own
+
+    def __init__(
+        self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool
+    ) -> None:
+        self.model, self.axis, self.stages, self.root = model, axis, stages, root
+        self.gather_output = gather_output
+        self.entries: OrderedDict[Any, Any] = OrderedDict()  # by the signature of inputs
+        self.stage_calls = StageCalls(axis)
+        self.signature = Signature(model, root, "the model") if root is not None else None
+        self.recipes: dict[Any, Any] = {}  # of runs without a plan
+        self.first = 0  # see `Run.first`
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """For a copy of the model, on the same ranks; it makes plans of its own."""
+        new = memo[id(self)] = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.entries, new.recipes = OrderedDict(), {}
+        for name in self.OWN.split():  # the model is not complete yet
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        return new
+
+    def __reduce__(self) -> Any:
+        raise unpicklable()
+
+    def install(self) -> None:
+        if isinstance(getattr(self.model.__dict__.get("forward"), "__self__", None), Runtime):
+            raise ValueError("this model is already parallelized; build it anew to parallelize it differently")
+        self.forward = self.model.forward
+        self.hooks = [self.stage_calls.install(stage) for stage in self.stages]
+        self.model.forward = self.call
+
+    def between_stages(self, run: Run) -> Whole:
+        """The mode that sees the operations between the stages of a run."""
+        return Whole(run)
+
+    # --- a call ---
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if ACTIVE.get() is not None:  # inside another parallelized model: its plan governs
+            return self.forward(*args, **kwargs)
+        return self.once(args, kwargs)
+
+    def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = taken_apart(args, kwargs)
+        key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
+        entry, _ = self.entry_for(key, leaves, args, kwargs)
+        return self.followed(self.begun(entry), entry, args, kwargs)
+
+    def entry_for(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """The state of calls with such inputs, and whether it was made now."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            self.entries.move_to_end(key)
+            return entry, False
+        plan = self.make_plan(args, kwargs)
+        asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
+        sizes = sizes_of_root(self.model, self.root, args, kwargs)
+        key, entry = self.entry(key, plan, sizes, asks, args, kwargs)
+        self.entries[key] = entry
+        if len(self.entries) > PLANS:
+            self.entries.popitem(last=False)
+        return entry, True
+
+    def entry(
+        self, key: Any, plan: Any, sizes: dict[str, int], asks: bool, args: Any, kwargs: Any
+    ) -> tuple[Any, CallEntry]:
+        """The state of calls for which there is a plan now, and its key."""
+        return key, CallEntry(plan=plan, sizes=sizes, asks=asks)
+
+    def begun(self, entry: Any) -> Run:
+        """A forward that begins."""
+        self.first += NUMBERS
+        script = None if entry.plan is None else entry.plan.script
+        return Run(self.axis, script, entry.sizes, self.recipes, self.first)
+
+    def followed(self, run: Run, entry: Any, args: Any, kwargs: Any) -> Any:
+        """The output of a forward by its plan."""
+        args, kwargs = self.taken(run, entry, args, kwargs)
+        return self.driven(run, entry, args, kwargs)
+
+    def driven(self, run: Run, entry: Any, args: Any, kwargs: Any) -> Any:
+        """The same of arguments as the forward takes them."""
+        state = share(self.axis) if run.script is None or run.script.random_glue else None
+        try:
+            with active(self, run):
+                output = self.forward(*args, **kwargs)
+            return self.finished(run, entry, output, (args, kwargs))
+        finally:
+            if state is not None:
+                join(state)
+
+    def taken(self, run: Run, entry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments as the forward takes them: declared inputs split, numbered as the plan has them."""
+        script = run.script
+        if self.signature is not None:
+            if entry.places is None:
+                inputs, numbers = (script.inputs, script.numbers) if script is not None else ({}, {})
+                entry.places = places(self.axis, self.signature, inputs, numbers, args, kwargs)
+                entry.given = bool(given_cuts(self.signature, args, kwargs))
+            args, kwargs = split(entry.places, run.first, args, kwargs)
+        if entry.asks:
+            args, kwargs = with_true_gradients(self.axis, args, kwargs)
+        if script is not None and self.signature is not None and entry.given:
+            run.declare(self.signature.bind(args, kwargs)[1])
+        return args, kwargs
+
+    def finished(self, run: Run, entry: Any, output: Any, given: Any) -> Any:
+        """The output of a forward as the caller gets it; `given` are its arguments."""
+        return hand_out(self.axis, output, bring_out(run, output, self.root, self.gather_output), run.witness)
+
+    # --- plans ---
+
+    def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.solve(self.traced(self.root, args, kwargs))
+
+    def traced(self, root: StagePattern | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        """The planner's problem of a call with such inputs."""
+        given = given_cuts(self.signature, args, kwargs)
+        options = {"gather_output": self.gather_output, "given": given}
+        return trace(self.model, self.stages, root, args, kwargs, self.axis.size, **options)
+
+    def solve(self, t: Trace) -> Any:
+        return Decided(Program(solved(t, {s.name: s for s in self.stages}, Goal(self.axis.size))).script())
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, stages: Mapping[str, str] | None = None) -> nn.Module:
+    """`dsp.parallelize` with no more than stages need: between them every operation runs on whole tensors."""
+    found, root = declared(model, getattr(model, "stages", None) if stages is None else stages)
+    Runtime(model, Axis.of(mesh), found, root, gather_output=True).install()
+    return model

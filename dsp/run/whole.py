@@ -1,0 +1,264 @@
+"""The operations of a model's own forward between stages, on whole tensors, while the model sees whole shapes.
+
+Between the stages of a `Run` its mode sees every torch function. One that meets a `Sharded` tensor gets the whole of
+it; where the plan wants a result sharded, each rank takes its part of it. `dsp.run.glue` runs on parts what has a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dsp.between import Between
+from dsp.calls import GlueError, replaced, tensor_args
+from dsp.compile_off import CompileOff
+from dsp.layout import Cut
+from dsp.observers import observing
+from dsp.plan.script import GlueStep, PlannedNode, Via, key_of_operation
+from dsp.private import (
+    Recompute,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+    checkpoint_frame,
+    compiler_loaded,
+    saving_hooks,
+)
+from dsp.run.forward import Run, Unfit
+from dsp.sharded import ACTIVE, READ, Sharded
+from dsp.tensors import NO, map_tensors, plainly, tensors_in
+from dsp.traits import Traits
+
+PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
+
+
+@contextmanager
+def active(runtime: Any, run: Run) -> Iterator[None]:
+    """Make `run` the one that hooks and mode of `runtime` serve."""
+    token, run.mode = ACTIVE.set((runtime, run)), runtime.between_stages(run)
+    try:
+        with run.mode:
+            yield
+    finally:
+        ACTIVE.reset(token)
+        run.mode = None  # it knows the run: nobody would let go of either before the next collection of garbage
+
+
+@dataclass(eq=False)
+class GlueCall:
+    """One operation of glue as a run comes to it: `node` is what the plan has of it, `step` what it asks; `shells` are
+    the tensors among its arguments as glue holds them, None for those that are not sharded."""
+
+    run: Run
+    node: PlannedNode | None
+    func: Any
+    what: Traits
+    args: Any
+    kwargs: Any
+    tensors: list[Tensor]
+    shells: list[Sharded | None]
+
+    @property
+    def step(self) -> GlueStep | None:
+        return None if self.node is None else self.node.step
+
+    @property
+    def index(self) -> int:
+        return -1 if self.node is None else self.node.index
+
+    @property
+    def known(self) -> bool:
+        """Tell whether a plan or record tells what this is in memory: a view, or a copy."""
+        return self.node is not None and self.node.exact
+
+    @property
+    def numbers(self) -> Iterator[int]:
+        """Those of its results in the record, and for more than it has there -1."""
+        return chain(() if self.node is None else self.node.results, repeat(-1))
+
+    @property
+    def asked(self) -> Sequence[Cut | None]:
+        """How its tensors lie, or have to by the plan."""
+        planned = None if self.step is None else self.step.cuts
+        return list(map(cut_at, self.shells)) if planned is None else planned
+
+    @property
+    def via(self) -> Sequence[Sequence[Via]]:
+        """The copies to be made of each of its tensors first."""
+        return self.step.via if self.step is not None else []
+
+    @property
+    def push(self) -> list[Cut | None]:
+        return self.step.push if self.step is not None else []
+
+
+def cut_at(t: Sharded | None) -> Cut | None:
+    return None if t is None else t.at.cut
+
+
+class Whole(Between):
+    """The mode of a run: every operation between its stages that meets a sharded tensor is run on whole ones."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        asks = run.script is None or run.script.compiled  # else nothing that is compiled was met between stages
+        self.followed = CompileOff() if asks and compiler_loaded() else None
+        self.asleep = self.popped = False
+
+    def suspend(self) -> None:
+        """Inside a stage tensors are local and plain: get out of the way, entirely if nobody stands above us."""
+        if _get_current_function_mode() is self:
+            _pop_mode()
+            self.popped = True
+        self.asleep = True
+        if self.followed is not None:
+            self.followed.__exit__()
+
+    def resume(self) -> None:
+        if self.followed is not None:
+            self.followed.__enter__()
+        if self.popped:
+            _push_mode(self)
+        self.asleep = self.popped = False
+
+    def __enter__(self) -> Any:
+        if self.followed is not None:
+            self.followed.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.followed is not None:
+            self.followed.__exit__()
+        if not self.popped:  # an exception that no hook saw may have left a stage open
+            super().__exit__(*exc)
+        self.asleep = self.popped = False
+
+    def sharded(self, t: Tensor) -> bool:
+        return isinstance(t, Sharded)
+
+    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
+        run, name = self.run, what.name
+        if run.coming:
+            self.wait(what, args, kwargs)
+        if saving_hooks(False) is not None:
+            note_checkpoint(run)
+        asks = run.writes.has_copies or name in run.on_wholes
+        if not asks and PLAIN.issuperset(types) and not dtensors(args, kwargs):
+            run.where = ("glue", -1, name)  # of what communicates by itself
+            out = func(*args, **kwargs)
+            if not (what.in_place or (type(out) is Tensor and not out.requires_grad)):
+                out = plainly(out)  # asked here as well: a call less for most
+        else:
+            out = self.operate(func, what, args, kwargs)
+        if run.recorder is not None:
+            run.observe("operation", name, args, kwargs, out, what.in_place)
+        return out
+
+    def wait(self, what: Traits, args: Any, kwargs: Any) -> None:
+        """Wait for the numbers of what a function reads, where they are under way."""
+        self.run.arrive(tensor_args(args, kwargs))
+
+    def operate(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
+        """One operation that meets a sharded tensor, or of which the plan asks something: on whole tensors."""
+        run, (tensors, shells) = self.run, self.opened(what, args, kwargs)
+        if (what.in_place and isinstance(shells[0], Sharded)) or isinstance(kwargs.get("out"), Sharded):
+            raise GlueError(
+                f"{what.name}() between stages writes in place into a sharded tensor. Write it out of place, or move "
+                "it into a stage (a submodule with a pattern), where tensors are local"
+            )
+        _, node = run.find(key_of_operation(what.name, args, kwargs, run.reads(tensors, shells)))
+        op = GlueCall(run, node, func, what, args, kwargs, tensors, shells)
+        run.where = ("glue", op.index, what.name)
+        whole: list[Cut | None] = [None] * len(tensors)
+        return on_wholes(op, run.views.bring(tensors, shells, whole, op.via), whole)
+
+    def opened(self, what: Traits, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Sharded | None]]:
+        """The tensors among the arguments, and as glue holds them."""
+        if self.run.writes.stale and what.name == "setitem":
+            self.run.writes.written_back(*args)
+        tensors = tensor_args(args, kwargs)
+        return tensors, list(map(self.run.open, tensors))
+
+    def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
+        if self.run.coming:
+            self.wait(what, args, kwargs)
+        if what.name == "backward":
+            raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
+        if what.name == "new_tensor" and sharded_in(args[1:], kwargs):
+            raise GlueError("new_tensor() would copy this rank's part alone; write y.detach().clone()")
+        if args and isinstance(args[0], Sharded):
+            read = READ.get(func)
+            if read is not None:
+                return read(*args, **kwargs)
+            with NO():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None]) -> Any:
+    """The call on whole tensors, and of its results this rank's part where the plan wants it."""
+    args, kwargs = replaced(op.args, op.kwargs, iter(tensors))
+    with writes(op, tensors, cuts) as views:
+        out = views(op.func(*args, **kwargs))
+    return parted(op.run, out, op.node, op.push)
+
+
+def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | None]) -> Any:
+    """Whole results, of which this rank takes its part where the plan wants it."""
+    if not any(push) or node is None:
+        return out
+    tensors = tensors_in(out)
+    push = [*push, *[None] * (len(tensors) - len(push))]
+    return map_tensors(out, run.share_out(tensors, push, chain(node.results, repeat(-1))))
+
+
+def writes(op: GlueCall, parts: Sequence[Tensor], cuts: Sequence[Cut | None]) -> Any:
+    """The context of `Writes.around` for an operation that runs on these parts."""
+    return op.run.writes.around(op.what.name, op.what.in_place, op.tensors, op.shells, parts, cuts)
+
+
+def dtensors(args: Any, kwargs: Any) -> bool:
+    """Tell whether there is a DTensor among the arguments, or a sharded tensor that a function's types do not name."""
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, (DTensor, Sharded)) or (type(a) in (list, tuple) and dtensors(a, None)):
+            return True
+    return False
+
+
+def sharded_in(args: Any, kwargs: Any) -> list[Sharded]:
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if type(a) is Sharded:
+            found.append(a)
+        elif type(a) is tuple or type(a) is list:
+            found += sharded_in(a, {})
+    return found
+
+
+def note_checkpoint(run: Run) -> None:
+    """Inside a checkpointed region: let its recomputation in backward run under this run's script again."""
+    frame = checkpoint_frame()
+    if frame is None or Recompute.known(frame, note_checkpoint):
+        return
+    if run.by_graph:
+        raise Unfit("it has an activation checkpoint")
+    arguments = run.axis, run.script, run.root_sizes, run.recipes, run.first, dict(run.turns)
+    traffic_check, runtime = run.traffic_check, ACTIVE.get()
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        again = Run(*arguments)
+        again.again = True
+        again.traffic_check = traffic_check
+        assert runtime is not None
+        with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):
+            yield
+
+    Recompute(frame, note_checkpoint, around)
