@@ -4,74 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from dsp.calls import GlueError
 from dsp.layout import Cut
 from dsp.methods import CommBytes
 from dsp.notation import NotationError, TensorPattern
-from dsp.plan.backwards import Backwards
 from dsp.plan.events import Event, Execution, NodeFacts, Passing, Sym, Trace
-from dsp.plan.names import names_of
-from dsp.plan.operations import Operations
-from dsp.plan.record import Cost, LeftNode, Node, OperationNode, Record, Ref, StageNode, WholeNode
-from dsp.plan.values import Edges, is_batch
+from dsp.plan.record import LeftNode, Node, OperationNode, Record, Ref, StageNode, WholeNode
+from dsp.plan.values import Values, is_batch
 from dsp.planner import MOVES, Choice, Layout, Op, Value
 from dsp.stages import Option, cut_for, fits_fold
-from dsp.traits import FILLED
 
-SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
-AGAIN = 4  # times that a pass starts again because a tensor is longer than all before it
-
-
-def trace_of(record: Record, given: Mapping[str, Cut], gather: bool, resident: int = 0) -> Trace:
-    """The planner's problem of a forward.
-
-    given: the cuts of the inputs that arrive sharded; gather: whether its outputs are gathered; resident: bytes that
-    each rank holds anyway. Raises GlueError and NotationError for what a sharded tensor may not enter.
-    """
-    longest = 0
-    for again in range(AGAIN, -1, -1):
-        choices = Choices(record, longest, restarts=bool(again))
-        try:
-            choices.read(given, gather)
-            break
-        except Longer as longer:  # what is long beside that is known only now
-            longest = longer.nbytes // SHORT
-    return choices.trace(resident)
+WRITES = (
+    "{name}() between stages writes in place into a sharded tensor. Write it out of place, or move it into a stage (a "
+    "submodule with a pattern), where tensors are local"
+)
 
 
-def refuse(record: Record, given: Mapping[str, Cut]) -> None:
-    """Raise what `trace_of` would of the nodes of a record, which need not be complete."""
-    Choices(record, 0, restarts=False).read(given, gather=True)
+class Choices(Values):
+    """Collects the planner's problem from the nodes of a record; operations between stages run on whole tensors."""
 
-
-class Longer(Exception):
-    """A tensor is so long that others before it are short: they may run whole."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.nbytes = nbytes
-
-
-class Saver(NamedTuple):
-    """An event that saves something for backward in an activation checkpoint: the one that comes at `at`, or else an
-    operation that is none, before it, whose results are those edges (None: not known)."""
-
-    region: int
-    at: int
-    event: bool
-    ends: Edges | None = None
-
-
-class Choices(Operations):
-    """Collects the planner's problem from the nodes of a record."""
-
-    def __init__(self, record: Record, longest: int, restarts: bool) -> None:
-        super().__init__(record, longest)
-        self.restarts = restarts
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
         self.inputs: dict[str, int] = {}
-        self.savers: list[Saver] = []
+        self.facts: list[NodeFacts] = []
+        self.compiled: dict[str, None] = {}  # names of functions between stages that were to be
+
+    @classmethod
+    def of(cls, record: Record, given: Mapping[str, Cut], gather: bool) -> Choices:
+        """The choices of a forward.
+
+        given: the cuts of the inputs that arrive sharded; gather: whether its outputs are gathered. Raises GlueError
+        and NotationError for what a sharded tensor may not enter.
+        """
+        made = cls(record)
+        made.read(given, gather)
+        return made
+
+    @classmethod
+    def refuse(cls, record: Record, given: Mapping[str, Cut]) -> None:
+        """Raise what `of` would of the nodes of a record, which need not be complete."""
+        cls(record).read(given, gather=True)
 
     def read(self, given: Mapping[str, Cut], gather: bool) -> None:
         """Follow the nodes of the record, in order."""
@@ -93,55 +66,27 @@ class Choices(Operations):
             if any(map(self.sharded, node.operands)):
                 raise node.error
         elif isinstance(node, OperationNode):
-            before = len(self.ops)
             self.operation(node)
-            if node.cost is not None:
-                self.price(node, node.cost, before)
 
-    def grow(self, nbytes: int) -> None:
-        super().grow(nbytes)
-        if self.restarts and SHORT * self.n * self.held <= self.longest:
-            raise Longer(self.longest)
+    def sharded(self, t: Ref) -> bool:
+        """Tell whether a tensor that is read as a whole, without a trace of it, is a sharded one."""
+        return self.sym(t) is not None
 
-    # --- the cost of operations ---
-
-    def price(self, node: OperationNode, cost: Cost, before: int) -> None:
-        """The cost of an operation; there are ops from `before` on if a plan may shard what it works on."""
-        own = len(self.ops) > before
-        if node.region is not None and cost.saves:  # an op that is no event comes after the one before
-            ends = None if own or node.in_place else {t.edge for t in node.results}
-            self.savers.append(Saver(node.region, before, own, ends))
-        if own:
-            event, op = self.events[-1], self.ops[-1]
-            event.flops, event.touched = cost.flops, (cost.touched, 0)
-            event.largest = max(event.largest, cost.largest)
-            if cost.saved:
-                parts = [replace(c, saved=int(cost.saved * op.share(c, self.values, self.n))) for c in op.choices]
-                self.ops[-1] = replace(op, choices=tuple(parts))
-        elif cost.flops or cost.touched:
-            if node.name in FILLED:  # perhaps, if nothing sharded is written into them
-                self.filled[node.results[0].number].alone = node
-            else:
-                self.add_whole(node)
-
-    def add_whole(self, node: OperationNode) -> None:
-        """An operation on tensors that no plan shards: one op with those before it in the same module."""
-        cost, grad = node.cost, any(t.requires_grad for t in node.results)
-        assert cost is not None
-        alike = "whole", node.module, grad, node.region
-        last = self.events[-1] if self.events else None
-        if last is None or (last.kind, last.module, last.grad, last.region) != alike:
-            event = Event("whole", node.index, node.name, grad=grad, memory=(cost.work, cost.saved))
-            event.flops, event.touched, event.largest = cost.flops, (cost.touched, 0), cost.largest
-            self.add(Op(node.name, (), (), (Choice((), (), saved=cost.saved),)), event, node, node.results)
+    def operation(self, node: OperationNode) -> None:
+        """One operation between stages."""
+        syms = [self.sym(t) for t in node.operands]
+        values = list(dict.fromkeys(s.value for s in syms if s is not None))
+        self.facts.append(facts := NodeFacts(node, [None if s is None else s.value for s in syms]))
+        if not values:
             return
-        self.made[-1] += [{t.edge} for t in node.results]
-        last.flops, last.largest = last.flops + cost.flops, max(last.largest, cost.largest)
-        last.touched = (last.touched[0] + cost.touched, 0)
-        if cost.work > last.memory[0]:
-            last.name = node.name
-        last.memory = max(last.memory[0], cost.work), last.memory[1] + cost.saved
-        self.ops[-1] = replace(self.ops[-1], name=last.name, choices=(Choice((), (), saved=last.memory[1]),))
+        self.used(node.operands, syms)
+        if node.returned == "tensor" and node.results[0].number == node.operands[0].number and not node.in_place:
+            facts.same = True
+            return
+        if node.in_place and syms[0] is not None:
+            raise GlueError(WRITES.format(name=node.name))
+        event = Event("glue", node.index, node.name, operands=syms, grad=any(t.requires_grad for t in node.results))
+        self.add(Op(node.name, tuple(values), (), (Choice((None,) * len(values), ()),)), event, node, node.results)
 
     # --- stages ---
 
@@ -149,8 +94,6 @@ class Choices(Operations):
         """One call of a stage."""
         measured, sizes, syms = node.measured, node.sizes, self.operands_of(node)
         first = node.region is None or all(event.region != node.region for event in self.events)
-        if node.saves and node.region is not None:
-            self.savers.append(Saver(node.region, len(self.events), True))
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         tensors, results = [r.tensor for r in node.results], node.results
         out_cuts = [self.cuts_of(p, t, own) for t, p, own in results]
@@ -172,7 +115,6 @@ class Choices(Operations):
 
     def operands_of(self, node: StageNode) -> list[Sym | None]:
         """The operands of a stage as it reads, and perhaps writes, them."""
-        self.meet(node.given)
         given = map(self.sym, node.given)
         self.facts.append(NodeFacts(node, [None if s is None else s.value for s in given]))
         for t, error in node.nested:
@@ -278,34 +220,14 @@ class Choices(Operations):
             self.ops[k] = replace(op, choices=tuple(with_asked(c, asked) for c in op.choices))
         self.grads = [bool(edges & reached) for edges in self.edges]
 
-    def leave_views(self) -> None:
-        """Keep values that are written in place, before or later, as views of their base, if they can be."""
-        for k, op in enumerate(self.ops):
-            stay = [c for c in op.choices if not (c.execution and c.execution.copied)]
-            if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
-                self.ops[k] = replace(op, choices=tuple(stay))
-
-    def saves(self) -> dict[int, float] | None:
-        """The last event of each activation checkpoint that saves something, at half if it is after it; of those that
-        backward asks for anything: no other is computed again."""
-        if not self.record.measured:
-            return None
-        found, asked = dict[int, float](), set[int]()
-        for s in self.savers:
-            found[s.region] = s.at if s.event else s.at - 0.5
-            if self.events[s.at].grad if s.event else s.ends is None or s.ends & self.record.reached:
-                asked.add(s.region)
-        return {region: last for region, last in found.items() if region in asked}
-
     def trace(self, resident: int = 0) -> Trace:
-        Backwards(self, self.taken).complete()
+        """The planner's problem; `resident`: bytes that each rank holds anyway."""
         self.leave_out_dead_ends()
-        self.leave_views()
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
-            self.values, self.grads, names_of(self), self.ops, self.events, self.inputs, self.record.random,
-            resident, saves=self.saves(), facts=self.facts, sizes=self.root_sizes, stretched=self.stretched,
-            compiled=[*self.compiled], tracked=self.tracked, record=self.record,
+            self.values, self.grads, self.names, self.ops, self.events, self.inputs, self.record.random, resident,
+            facts=self.facts, sizes=self.root_sizes, compiled=[*self.compiled], tracked=self.tracked,
+            record=self.record,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Follows a forward on fake tensors: tells a recorder of its stages and operations, and measures what they take."""
+"""What stages and operations of a forward take, measured while a recorder is told of them."""
 
 from __future__ import annotations
 
@@ -12,38 +12,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.between import Between, suspects, unrunnable
 from dsp.layout import cut_of
 from dsp.methods import CommBytes, StageMethod
 from dsp.plan.meter import Meter, visible
 from dsp.plan.places import FlexCall, refuse_places, seen
 from dsp.plan.record import Cost, Measured
-from dsp.plan.recorder import Recorder
 from dsp.plan.skeleton import checkpointed
 from dsp.plan.stage_cache import fingerprint
+from dsp.plan.tracing import Tracer
 from dsp.private import storage_id
 from dsp.rules.flex import captured_by, flex_attention, rehearsed, unreadable
-from dsp.sharded import Sharded, laid_out
+from dsp.sharded import Sharded
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in, version
 from dsp.text import Moving
-from dsp.traits import BY_NUMBER, Traits, traits
+from dsp.traits import Traits, traits
 
 LEFT = (Sharded, DTensor)  # by earlier calls
 
 
-class Tracer(Between):
-    """Follows a forward on fake tensors, and measures memory, FLOPs and randomness of its stages on the way."""
+class MeasuringTracer(Tracer):
+    """Follows a forward on fake tensors, or on real ones, and measures memory, FLOPs and randomness of its stages."""
 
     def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False, real: bool = False) -> None:
-        super().__init__()
-        self.recorder = Recorder(n, root_sizes, real)
-        self.record = self.recorder.record
-        self.record.measured = True
-        self.n, self.recompute, self.real = n, recompute, real
+        super().__init__(n, root_sizes, real)
+        self.record.measured, self.record.random = True, False
+        self.recompute = recompute
         self.now: list[Measured] = []  # of the stage that runs, if its twin ran before
-        self.depth = 0
-        self.watch = Meter()
+        self.watch: Meter = Meter()
         self.kept: dict[int, torch.UntypedStorage] = {}  # what glue saved for backward
         self.resident: set[int] = set()  # memory of parameters and buffers
         self.inside = [""]  # the modules that run now
@@ -69,23 +65,15 @@ class Tracer(Between):
             self.watch.part = 1.0
 
     def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
-        args, kwargs = self.standing(args, kwargs)
-        self.recorder.reads(suspects(what, args, kwargs), unrunnable(what))
+        super().refuse_unrunnable(what, *self.standing(args, kwargs))
 
     def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
         made = func(*args, **kwargs)
         self.record.random |= self.watch.random
         return made
 
-    def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
-        if what.name in ("stride", "is_contiguous") and args and self.recorder.made_of_sharded(args[0]):
-            return laid_out(args[0].shape, what.name, *args[1:], **kwargs)
-        return func(*args, **kwargs)
-
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         args, kwargs = self.standing(args, kwargs)
-        if what.name in BY_NUMBER and not self.real:
-            raise NotImplementedError(f"{what.name}_() on a tensor without data")  # where torch crashes
         call: Any = func
         if func is flex_attention:
             call = rehearsed
@@ -94,19 +82,20 @@ class Tracer(Between):
             call = self.attention
         self.line.say(f"{self.recorder.operations} operations")
         self.watch.restart()
-        kept = list[Tensor]()
-        with saving(kept):
-            out = call(*args, **kwargs)
-        watch, apart = self.watch, self.recorder.region() is None
+        self.kept_by_call = list[Tensor]()
+        with saving(self.kept_by_call):
+            return super().operation(call, what, args, kwargs, types)
+
+    def cost(self) -> Cost:
+        """The cost of the operation that ran last."""
+        watch, apart, kept = self.watch, self.recorder.region() is None, self.kept_by_call
         self.record.random |= watch.random
         saved = self.keep(kept) if apart else 0  # what a checkpoint saves is let go of
-        cost = Cost(watch.flops, sum(watch.touched), watch.largest, watch.peak, saved, bool(kept))
-        self.recorder.operation(what.name, args, kwargs, out, what.in_place, cost)
-        return out
+        return Cost(watch.flops, sum(watch.touched), watch.largest, watch.peak, saved, bool(kept))
 
     def standing(self, args: Any, kwargs: Any) -> Any:
         """The same arguments with a tensor without data for each sharded one that an earlier call left, in a cache."""
-        tensors = () if self.real else tensors_in((args, kwargs))
+        tensors = () if self.record.data else tensors_in((args, kwargs))
         if not any(isinstance(t, LEFT) for t in tensors):
             return args, kwargs
         return map_tensors((args, kwargs), [self.stand_in(t) if isinstance(t, LEFT) else t for t in tensors])
@@ -145,12 +134,9 @@ class Tracer(Between):
         self.now = measured
 
     def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> Any:
-        self.depth += 1
         if self.asleep:
-            return None  # called by another stage: part of it
-        args, kwargs = self.standing(args, kwargs)
-        self.recorder.enter_stage(stage, args, kwargs)
-        self.asleep, self.given = True, (args, kwargs)
+            return super().before_stage(stage, args, kwargs)
+        given = super().before_stage(stage, *self.standing(args, kwargs))
         self.now, self.attended, self.before = [], [], self.state_of(stage)
         self.sends: dict[str | None, CommBytes] = {}
         self.surplus: dict[str | None, float] = {}
@@ -159,7 +145,7 @@ class Tracer(Between):
         self.saved: list[Tensor] = []
         self.saving = saving(self.saved)
         self.saving.__enter__()
-        return args, kwargs
+        return given
 
     def state_of(self, stage: Stage) -> Any:
         """The state that shows whether a stage wrote to what its modules hold."""
@@ -202,18 +188,16 @@ class Tracer(Between):
                 self.surplus[name] = self.surplus.get(name, 0.0) + (load - 1) * (self.watch.flops - before)
 
     def abandon(self) -> None:
-        """Leave nothing behind if a stage raised."""
         if self.asleep:
             self.saving.__exit__(None, None, None)
-            self.asleep = False
+        super().abandon()
 
     def after_stage(self, output: Any) -> Any:
-        self.depth -= 1
-        if self.depth:
-            return None
-        self.saving.__exit__(None, None, None)
-        output = self.recorder.apart(tensors_in(self.given), output)
-        self.asleep = False
+        if self.depth == 1:
+            self.saving.__exit__(None, None, None)
+        return super().after_stage(output)
+
+    def leave(self, output: Any) -> None:
         region, stage = self.recorder.region(), self.recorder.pending[1]
         own = checkpointed(stage.module.__dict__.get("forward"))
         again = own or self.recompute or region is not None
@@ -230,9 +214,7 @@ class Tracer(Between):
             measured = replace(measured, saved=0)
         if self.attended and not stage.inside and stage.around is None:
             self.look_at_places()
-        del self.given
         self.recorder.leave_stage(output, measured, own, again and graded, saves)
-        return output
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -7,16 +7,19 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import add
+from typing import NamedTuple
 
 from dsp.calls import GlueError
 from dsp.collectives import summed_in
 from dsp.layout import Cut
-from dsp.plan.events import Event, Execution, NodeFacts, Passing, Sym
-from dsp.plan.names import letters_of, of_piece, of_pieces
+from dsp.plan.backwards import Backwards
+from dsp.plan.choices import Choices
+from dsp.plan.events import Event, Execution, Passing, Sym, Trace
+from dsp.plan.names import letters_of, names_of, of_piece, of_pieces
 from dsp.plan.operation import Combo, Offers, Operation
-from dsp.plan.record import OperationNode, Record, Ref
-from dsp.plan.values import Values, first_part, is_batch
-from dsp.planner import Choice, Layout, Op, length
+from dsp.plan.record import Cost, Node, OperationNode, Record, Ref, StageNode
+from dsp.plan.values import Edges, is_batch
+from dsp.planner import Choice, Extent, Layout, Op, length
 from dsp.rules import DealtRows, Outcome, source_cuts
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED
@@ -34,15 +37,72 @@ JOINS = frozenset({"cat", "concat", "concatenate"})
 COMBOS = 256  # tried of an operation; where there are more, all its values lie alike
 
 
-class Operations(Values):
-    """Offers the choices of operations between stages."""
+SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
+AGAIN = 4  # times that a pass starts again because a tensor is longer than all before it
 
-    def __init__(self, record: Record, longest: int = 0) -> None:
-        super().__init__(record, longest)
-        self.facts: list[NodeFacts] = []
-        self.compiled: dict[str, None] = {}  # names of functions between stages that were to be
+
+class Longer(Exception):
+    """A tensor is so long that others before it are short: they may run whole."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
+class Saver(NamedTuple):
+    """An event that saves something for backward in an activation checkpoint: the one that comes at `at`, or else an
+    operation that is none, before it, whose results are those edges (None: not known)."""
+
+    region: int
+    at: int
+    event: bool
+    ends: Edges | None = None
+
+
+class Operations(Choices):
+    """Offers the choices of operations between stages, by the rules."""
+
+    def __init__(self, record: Record, longest: int = 0, restarts: bool = False) -> None:
+        super().__init__(record)
+        self.restarts = restarts
+        self.longest = longest  # bytes of the longest value so far, or of one that is known to come
+        self.held = math.inf  # of what may not run whole because it is long beside that: the fewest bytes
+        self.folded: dict[int, str] = {}  # by memory, what made a view of it that on parts may be a copy
+        self.stretched: set[int] = set()  # values that are shorter ones, expanded
+        self.savers: list[Saver] = []
         self.taken: dict[int, Operation] = {}  # by op: those that make one value anew
         self.filled: dict[int, Operation] = {}  # by number: new zeros with which nothing was done yet
+
+    @classmethod
+    def of(cls, record: Record, given: Mapping[str, Cut], gather: bool) -> Operations:
+        longest = 0
+        for again in range(AGAIN, -1, -1):
+            made = cls(record, longest, restarts=bool(again))
+            try:
+                made.read(given, gather)
+                break
+            except Longer as longer:  # what is long beside that is known only now
+                longest = longer.nbytes // SHORT
+        return made
+
+    def node(self, node: Node) -> None:
+        before = len(self.ops)
+        if isinstance(node, StageNode) and node.saves and node.region is not None:
+            self.savers.append(Saver(node.region, before, True))
+        super().node(node)
+        if isinstance(node, OperationNode) and node.cost is not None:
+            self.price(node, node.cost, before)
+
+    def operands_of(self, node: StageNode) -> list[Sym | None]:
+        self.meet(node.given)
+        return super().operands_of(node)
+
+    def value(
+        self, t: Ref, name: str, sizes: Mapping[Cut, Extent], names: Mapping[Cut, str], whole: bool,
+        letters: Sequence[str],
+    ) -> int:  # fmt: skip
+        self.grow(t.numel() * t.element_size())
+        return super().value(t, name, sizes, names, whole, letters)
 
     def operation(self, node: OperationNode) -> None:
         """One operation between stages."""
@@ -94,10 +154,6 @@ class Operations(Values):
                 self.source(made, t, self.cuts_of_filled(t))
             elif made.alone is not None:
                 self.add_whole(made.alone)
-
-    def add_whole(self, node: OperationNode) -> None:
-        """An operation on tensors that no plan shards."""
-        raise NotImplementedError
 
     def source(self, op: Operation, out: Ref, cuts: dict[Cut, str]) -> None:
         """A whole tensor is stretched, or one filled with a number: each rank may make its part alone, cut so."""
@@ -390,3 +446,123 @@ class Operations(Values):
                 continue
             same = [cut for cut, own in known.cuts.items() if own == Cut(d) and shape[d : d + 1] == (size,)]
             found.sizes[Cut(d)], found.names[Cut(d)] = size, self.names[known.value][same[0]] if same else ""
+
+    # --- lengths, writes and views ---
+
+    def grow(self, nbytes: int) -> None:
+        self.longest = max(self.longest, nbytes)
+        if self.restarts and SHORT * self.n * self.held <= self.longest:
+            raise Longer(self.longest)
+
+    def long(self, tensors: Iterable[Ref]) -> bool:
+        """Tell whether one of them is longer than a rank's share of the longest."""
+        nbytes = max(t.numel() * t.element_size() for t in tensors)
+        if self.n * nbytes > self.longest:
+            self.held = min(self.held, nbytes)
+        return self.n * nbytes > self.longest
+
+    def cuts_of_filled(self, t: Ref) -> dict[Cut, str]:
+        """The dims that new zeros may be sharded along, with their names."""
+        cuts = {Cut(d): "" for d, size in enumerate(t.shape) if size > 1}
+        if self.batch > 1 and Cut(0) in cuts and t.shape[0] % self.batch == 0:  # the first is batch, or a fold with it
+            cuts.pop(Cut(0))
+            cuts |= {Cut(0): self.batch_name} if t.shape[0] == self.batch else {Cut(0, self.batch): ""}
+        return cuts
+
+    def align(self, tracked: Sequence[Ref], syms: Sequence[Sym | None]) -> None:
+        """Let each operand be sharded along what another one may be, where their dims meet."""
+        known = {
+            (c.dim - t.ndim, c.outer, t.shape[c.dim])
+            for t, s in zip(tracked, syms) if s is not None
+            for c in s.cuts.values()
+        }  # fmt: skip
+        for t, s in zip(tracked, syms):
+            for cut in list(s.spare.values()) if s is not None else []:
+                if (cut.dim - t.ndim, cut.outer, t.shape[cut.dim]) in known:
+                    self.offer_spare(s, cut)  # type: ignore[arg-type]
+
+    def fix(self, t: Ref, value: int) -> None:
+        """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
+        kin = self.sharing.get(t.memory, set()) | {value}
+        if len(kin) > 1 or value in self.viewed:
+            for v in kin:
+                self.values[v] = replace(self.values[v], fixed=True)
+
+    def fold(self, name: str, out: Ref, x: Ref) -> None:
+        """A view that is one for how its tensor lies in memory, where a part may lie otherwise and be copied."""
+        if out.memory == x.memory and not x.dense:
+            self.folded.setdefault(x.memory, name)
+
+    # --- the cost of operations ---
+
+    def price(self, node: OperationNode, cost: Cost, before: int) -> None:
+        """The cost of an operation; there are ops from `before` on if a plan may shard what it works on."""
+        own = len(self.ops) > before
+        if node.region is not None and cost.saves:  # an op that is no event comes after the one before
+            ends = None if own or node.in_place else {t.edge for t in node.results}
+            self.savers.append(Saver(node.region, before, own, ends))
+        if own:
+            event, op = self.events[-1], self.ops[-1]
+            event.flops, event.touched = cost.flops, (cost.touched, 0)
+            event.largest = max(event.largest, cost.largest)
+            if cost.saved:
+                parts = [replace(c, saved=int(cost.saved * op.share(c, self.values, self.n))) for c in op.choices]
+                self.ops[-1] = replace(op, choices=tuple(parts))
+        elif cost.flops or cost.touched:
+            if node.name in FILLED:  # perhaps, if nothing sharded is written into them
+                self.filled[node.results[0].number].alone = node
+            else:
+                self.add_whole(node)
+
+    def add_whole(self, node: OperationNode) -> None:
+        """An operation on tensors that no plan shards: one op with those before it in the same module."""
+        cost, grad = node.cost, any(t.requires_grad for t in node.results)
+        assert cost is not None
+        alike = "whole", node.module, grad, node.region
+        last = self.events[-1] if self.events else None
+        if last is None or (last.kind, last.module, last.grad, last.region) != alike:
+            event = Event("whole", node.index, node.name, grad=grad, memory=(cost.work, cost.saved))
+            event.flops, event.touched, event.largest = cost.flops, (cost.touched, 0), cost.largest
+            self.add(Op(node.name, (), (), (Choice((), (), saved=cost.saved),)), event, node, node.results)
+            return
+        self.made[-1] += [{t.edge} for t in node.results]
+        last.flops, last.largest = last.flops + cost.flops, max(last.largest, cost.largest)
+        last.touched = (last.touched[0] + cost.touched, 0)
+        if cost.work > last.memory[0]:
+            last.name = node.name
+        last.memory = max(last.memory[0], cost.work), last.memory[1] + cost.saved
+        self.ops[-1] = replace(self.ops[-1], name=last.name, choices=(Choice((), (), saved=last.memory[1]),))
+
+    # --- what comes of it ---
+
+    def leave_views(self) -> None:
+        """Keep values that are written in place, before or later, as views of their base, if they can be."""
+        for k, op in enumerate(self.ops):
+            stay = [c for c in op.choices if not (c.execution and c.execution.copied)]
+            if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
+                self.ops[k] = replace(op, choices=tuple(stay))
+
+    def saves(self) -> dict[int, float] | None:
+        """The last event of each activation checkpoint that saves something, at half if it is after it; of those that
+        backward asks for anything: no other is computed again."""
+        if not self.record.measured:
+            return None
+        found, asked = dict[int, float](), set[int]()
+        for s in self.savers:
+            found[s.region] = s.at if s.event else s.at - 0.5
+            if self.events[s.at].grad if s.event else s.ends is None or s.ends & self.record.reached:
+                asked.add(s.region)
+        return {region: last for region, last in found.items() if region in asked}
+
+    def trace(self, resident: int = 0) -> Trace:
+        Backwards(self, self.taken).complete()
+        self.leave_views()
+        found = super().trace(resident)
+        return replace(found, names=names_of(self), stretched=self.stretched, saves=self.saves())
+
+
+def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:
+    """The size of the first of the dims that a reshape takes a dim apart into; 0 if it does not."""
+    before = math.prod(old[:d])
+    into = next((new[j] for j in range(len(new)) if math.prod(new[:j]) == before and new[j] > 1), 0)
+    return into if 1 < into < old[d] else 0

@@ -12,7 +12,7 @@ from dsp.calls import GlueError
 from dsp.lines import lines_of
 from dsp.notation import NotationError, StagePattern
 from dsp.plan.events import Trace
-from dsp.plan.tracing import trace
+from dsp.plan.rehearsal import trace
 from dsp.private import DataDependentOutputException, DynamicOutputShapeException
 from dsp.stages import Stage
 from dsp.tensors import tensors_in
@@ -31,7 +31,7 @@ def traced(
     n: int,
     **options: Any,
 ) -> Trace:
-    """`dsp.plan.tracing.trace`, on fake tensors; where these will not do, on the inputs themselves, by one run.
+    """`dsp.plan.rehearsal.trace`, on fake tensors; where these will not do, on the inputs themselves, by one run.
 
     Raises ValueError for a forward that reads its data where there are none: on meta tensors.
     """

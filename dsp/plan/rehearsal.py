@@ -1,15 +1,14 @@
-"""A forward without data: which stages run, what glue joins them, what they cost; the problem the planner solves.
+"""A forward without data, measured: which stages run, what glue joins them, what they cost.
 
 The model's forward runs once on fake tensors at full size. Every tensor that may be sharded is tracked as a value of
 the planner, with every cut it could have; the rules that will run on shards (`dsp.rules`) tell how each cut passes
-through glue. What comes out is a `Trace`: the planner's problem, and where each of its decisions applies in a run.
+through glue.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,43 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsp.calls import GlueError
-from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.notation import StagePattern
-from dsp.plan.choices import refuse, trace_of
 from dsp.plan.events import Trace
+from dsp.plan.measuring import MeasuringTracer
+from dsp.plan.operations import Operations
 from dsp.plan.precision import Casts, Precision
-from dsp.plan.skeleton import Skeleton
 from dsp.plan.stage_cache import alike, fingerprint, once
-from dsp.plan.tracer import Tracer
-from dsp.private import COMPILERS_OWN, FakeTensorMode, any_device, compiler_loaded, fake_tensor, schema_of, storage_id
-from dsp.sharded import Sharded
-from dsp.signature import Bound, Signature, sizes_of_root
+from dsp.plan.tracing import Rehearsal, Tracer, watch
+from dsp.private import COMPILERS_OWN, compiler_loaded, storage_id
+from dsp.signature import Bound
 from dsp.stages import Stage, clean
-from dsp.tensors import remade, tensors_in
+from dsp.tensors import tensors_in
 from dsp.world import World
-
-KEPT = (
-    "met a tensor without data. The forward was planned on fake tensors, and one of them was kept where dsp cannot "
-    "restore it: no attribute, closure, global name or functools cache of the model's own code leads there. Call the "
-    "bare model once before dsp plans it, so that it keeps real ones"
-)
-
-
-class Fakes(FakeTensorMode):
-    """The tensors without data of one forward; when that is over, no operation takes them any more."""
-
-    over = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.over:
-            raise GlueError(f"{schema_of(func).name.partition('::')[2].strip('_')}() {KEPT}")
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 @dataclass(frozen=True)
-class How:
+class FullHow:
     """How a forward is traced.
 
     gather_output: whether its outputs are gathered; dtype: the floating-point type to trace with, by default that of
@@ -86,7 +65,7 @@ def trace(
 ) -> Trace:
     """Run `model` on fake copies of the inputs, shapes and dtypes only, and return what the planner has to decide.
 
-    how: see `How`.
+    how: see `FullHow`.
     """
     found, real = None, how.get("real", False)
     own = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
@@ -94,7 +73,7 @@ def trace(
         loaded = compiler_loaded()
         try:
             with World(model, args, kwargs, data=real, own=own):
-                with Rehearsal(model, stages, How(**how)) as rehearsal:
+                with FullRehearsal(model, stages, FullHow(**how)) as rehearsal:
                     found = rehearsal.run(root, args, kwargs, n)
             break
         except Casts:
@@ -108,36 +87,29 @@ def trace(
     return found
 
 
-class Rehearsal:
-    """A copy of a model on fake parameters, for one forward that a `Tracer` is told of."""
+class FullRehearsal(Rehearsal):
+    """A copy of a model on fake parameters, or on real ones, for one forward that a `MeasuringTracer` is told of."""
 
-    def __init__(self, model: nn.Module, stages: list[Stage], how: How) -> None:
-        self.model, self.stages, self.how = model, stages, how
-        self.mode: Any = nullcontext() if how.real else Fakes(allow_non_fake_inputs=True)
-        self.fakes: dict[int, Tensor] = {}
+    choices = Operations
+    how: FullHow
+
+    def __init__(self, model: nn.Module, stages: list[Stage], how: FullHow) -> None:
+        staged = {id(m) for stage in stages for m in stage.module.modules()}
+        self.precision = Precision(model if how.mixed and how.dtype is None else nn.Module(), staged)
         # autocast keeps the weights it has cast, so that a call does less than one before it
         twins = how.twins and not how.real and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         self.groups = alike([stage.module for stage in stages]) if twins else []
-        first = {id(other): group[0] for group in self.groups for other in group[1:]}
-        self.staged = {id(m) for stage in stages for m in stage.module.modules()}
-        self.precision = Precision(model if how.mixed and how.dtype is None else nn.Module(), self.staged)
-        skeleton = Skeleton(lambda t: self.fakes.setdefault(id(t), self.fake(t)), first, self.staged)
-        self.clone, self.memo = skeleton.of(model), skeleton.memo
-
-    def __enter__(self) -> Rehearsal:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if isinstance(self.mode, Fakes):
-            self.mode.over = True
+        super().__init__(model, stages, how, {id(other): group[0] for group in self.groups for other in group[1:]})
+        if how.real:
+            self.mode = nullcontext()
 
     def kind(self, t: Tensor) -> torch.dtype:
         return self.precision.parameters.get(id(t)) or self.how.kind(t)
 
     def fake(self, t: Tensor) -> Tensor:
-        kind = self.kind(t)
         if not self.how.real:
-            return fake_tensor(self.mode, t, kind)
+            return super().fake(t)
+        kind = self.kind(t)
         new = t.detach().to(kind, copy=not isinstance(t, nn.Parameter))
         if isinstance(t, nn.Parameter):
             return nn.Parameter(new, requires_grad=t.requires_grad)
@@ -148,27 +120,30 @@ class Rehearsal:
         held = {id(t): t for t in itertools.chain(self.model.parameters(), self.model.buffers())}
         return sum(t.numel() * self.kind(t).itemsize for t in held.values())
 
-    def hooks(self, tracer: Tracer) -> list[Any]:
-        """Install the hooks that tell the tracer of stages, of what communicates inside, and of modules between."""
-        handles: list[Any] = []
+    def tracer(self, n: int, root_sizes: Mapping[str, int]) -> MeasuringTracer:
+        tracer = MeasuringTracer(n, root_sizes, self.how.recompute, self.how.real)
+        tracer.twins = bool(self.groups)
+        return tracer
 
-        def watch(module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], Any]) -> None:
-            handles.append(module.register_forward_pre_hook(lambda m, a, k: before(a, k), with_kwargs=True))
-            handles.append(module.register_forward_hook(lambda m, a, out: after(out)))
-
+    def hooks(self, tracer: MeasuringTracer) -> list[Any]:
+        """Those of stages, of what communicates inside, and of modules between."""
+        tracer.resident = {storage_id(t.untyped_storage()) for t in self.fakes.values()}
+        handles = super().hooks(tracer)
         for stage in self.stages:
-            module = tracer.clones[stage.name] = self.memo.get(id(stage.module), stage.module)
-            watch(module, partial(tracer.before_stage, stage), tracer.after_stage)
+            tracer.clones[stage.name] = self.memo.get(id(stage.module), stage.module)
             for inside in stage.inside:
                 own = self.memo.get(id(inside.module))
                 if own is not None:  # else its stage is the twin of another
-                    watch(own, partial(tracer.enter_inside, inside), lambda out: tracer.leave_inside())
+                    handles += watch(own, partial(tracer.enter_inside, inside), lambda out: tracer.leave_inside())
         copies = {id(self.memo[id(m)]): path for path, m in self.model.named_modules() if id(m) in self.memo}
         staged = {id(self.memo[k]) for k in self.staged if k in self.memo}
         for module in self.clone.modules():
             if id(module) not in staged and (path := copies.get(id(module))):
-                watch(module, partial(tracer.enter_module, clean(path)), lambda out: tracer.leave_module())
-        return handles + self.precision.hooks(self.memo)
+                handles += watch(module, partial(tracer.enter_module, clean(path)), lambda out: tracer.leave_module())
+        handles += self.precision.hooks(self.memo)
+        self.before = self.marks()
+        once([[self.memo[id(m)] for m in group] for group in self.groups], tracer.first, tracer.again)
+        return handles
 
     def marks(self) -> list[Any]:
         """The state that shows whether stages wrote to themselves."""
@@ -176,46 +151,21 @@ class Rehearsal:
 
     @contextmanager
     def followed(self, tracer: Tracer) -> Iterator[None]:
-        """Around the forward: the tracer sees its operations, and nobody its warnings or random numbers."""
+        """The same where nobody sees its random numbers, and somebody how far it is."""
+        assert isinstance(tracer, MeasuringTracer)
         cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if self.how.real else ()
         drawn = torch.random.fork_rng(devices=cuda) if self.how.real else nullcontext()
-        with drawn, tracer.line, CompileOff(), any_device(), self.mode, tracer.watch, tracer, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the model has to say it says when it runs
+        with drawn, tracer.line, super().followed(tracer):
             yield
 
-    def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int) -> Trace | None:
-        """The record of a call with such inputs; None if stages that count as alike turned out not to be."""
-        how = self.how
-        # what an earlier call left in a cache lies as it left it: the tracer has a stand-in for it
-        args, kwargs = remade((args, dict(kwargs)), lambda t: t if isinstance(t, Sharded) else self.fake(t))
-        tracer = Tracer(n, sizes_of_root(self.model, root, args, kwargs), how.recompute, how.real)
-        bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
-        tracer.twins = bool(self.groups)
-        tracer.recorder.root_inputs(bound)
-        tracer.resident = {storage_id(t.untyped_storage()) for t in self.fakes.values()}
-        handles, before = self.hooks(tracer), self.marks()
-        once([[self.memo[id(m)] for m in group] for group in self.groups], tracer.first, tracer.again)
-        try:
-            with self.followed(tracer):
-                output = self.clone(*args, **kwargs)
-            tracer.recorder.root_outputs(output)
-        except Exception:
-            refuse(tracer.record, how.given)  # what stumbled may have come of what is refused
-            raise
-        finally:
-            tracer.abandon()
-            for handle in handles:
-                handle.remove()
-        if before != self.marks():
-            return None
-        found = trace_of(tracer.record, how.given, how.gather_output, self.resident())
-        self.complete(found, tracer, bound, tensors_in((args, kwargs)))
+    def problem(self, tracer: Tracer, bound: list[Bound], given: list[Tensor]) -> Trace | None:
+        """The same; None if stages that count as alike turned out not to be."""
+        assert isinstance(tracer, MeasuringTracer)
+        found = None if self.before != self.marks() else super().problem(tracer, bound, given)
+        if found is not None:
+            recorder, declared = tracer.recorder, {id(b.tensor) for b in bound if b.pattern is not None}
+            found.recompute = self.how.recompute
+            found.whole_grads = [t.nbytes for t in given if id(t) not in declared and recorder.asks(t)]
+            found.unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
+            found.left = [t for t, _ in tracer.left.values()]
         return found
-
-    def complete(self, found: Trace, tracer: Tracer, bound: list[Bound], given: list[Tensor]) -> None:
-        """Add to a trace what its record does not say: the inputs, and what earlier calls left."""
-        recorder, declared = tracer.recorder, {id(b.tensor) for b in bound if b.pattern is not None}
-        found.recompute = self.how.recompute
-        found.whole_grads = [t.nbytes for t in given if id(t) not in declared and recorder.asks(t)]
-        found.unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
-        found.left = [t for t, _ in tracer.left.values()]

@@ -23,7 +23,7 @@ def is_batch(name: str) -> bool:
 class Values:
     """Every tensor that may be sharded as a value, whose layouts are cuts of it: of the tensor as it was made."""
 
-    def __init__(self, record: Record, longest: int = 0) -> None:
+    def __init__(self, record: Record) -> None:
         self.record, self.n, self.root_sizes = record, record.n, record.root_sizes
         root_sizes = record.root_sizes
         self.batch = math.prod(size for name, size in root_sizes.items() if is_batch(name))
@@ -40,13 +40,9 @@ class Values:
         self.letters: list[Sequence[str]] = []  # for each value what each dim of it is made of
         self.sharing: dict[int, set[int]] = {}  # the values that live in one memory
         self.viewed: set[int] = set()  # values of which there are views
-        self.folded: dict[int, str] = {}  # by memory, what made a view of it that on parts may be a copy
-        self.stretched: set[int] = set()  # values that are shorter ones, expanded
         self.whole: list[bool] = []  # whether a value may be whole without a gather
         self.ops: list[Op] = []
         self.events: list[Event] = []
-        self.longest = longest  # bytes of the longest value so far, or of one that is known to come
-        self.held = math.inf  # of what may not run whole because it is long beside that: the fewest bytes
 
     def value(
         self, t: Ref, name: str, sizes: Mapping[Cut, Extent], names: Mapping[Cut, str], whole: bool,
@@ -54,7 +50,6 @@ class Values:
     ) -> int:  # fmt: skip
         """Track a tensor as a new value. `sizes`: of the dims along which it may be sharded, by its cuts; `names`: of
         these; `letters`: what each dim of the tensor is made of."""
-        self.grow(t.numel() * t.element_size())
         self.values.append(
             Value(name, tuple(sizes.items()), t.element_size(), numel=t.numel(), real=t.dtype.is_floating_point)
         )
@@ -70,24 +65,6 @@ class Values:
         spare = {cut: cut for cut in fresh if t.shape[cut.dim] > cut.folds}
         self.track(t, Sym(index, {cut: cut for cut in sizes}, spare))
         return index
-
-    def grow(self, nbytes: int) -> None:
-        self.longest = max(self.longest, nbytes)
-
-    def long(self, tensors: Iterable[Ref]) -> bool:
-        """Tell whether one of them is longer than a rank's share of the longest."""
-        nbytes = max(t.numel() * t.element_size() for t in tensors)
-        if self.n * nbytes > self.longest:
-            self.held = min(self.held, nbytes)
-        return self.n * nbytes > self.longest
-
-    def cuts_of_filled(self, t: Ref) -> dict[Cut, str]:
-        """The dims that new zeros may be sharded along, with their names."""
-        cuts = {Cut(d): "" for d, size in enumerate(t.shape) if size > 1}
-        if self.batch > 1 and Cut(0) in cuts and t.shape[0] % self.batch == 0:  # the first is batch, or a fold with it
-            cuts.pop(Cut(0))
-            cuts |= {Cut(0): self.batch_name} if t.shape[0] == self.batch else {Cut(0, self.batch): ""}
-        return cuts
 
     def left_value(self, t: Ref, cut: Cut) -> None:
         """Track a tensor that an earlier call left, and lies as it left it."""
@@ -128,30 +105,6 @@ class Values:
                 self.values[sym.value] = replace(value, sizes=(*value.sizes, (cut, extent)))
                 names[cut] = self.batch_name if cut.dim == 0 and self.leads(sym.value) else ""
 
-    def align(self, tracked: Sequence[Ref], syms: Sequence[Sym | None]) -> None:
-        """Let each operand be sharded along what another one may be, where their dims meet."""
-        known = {
-            (c.dim - t.ndim, c.outer, t.shape[c.dim])
-            for t, s in zip(tracked, syms) if s is not None
-            for c in s.cuts.values()
-        }  # fmt: skip
-        for t, s in zip(tracked, syms):
-            for cut in list(s.spare.values()) if s is not None else []:
-                if (cut.dim - t.ndim, cut.outer, t.shape[cut.dim]) in known:
-                    self.offer_spare(s, cut)  # type: ignore[arg-type]
-
-    def fix(self, t: Ref, value: int) -> None:
-        """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
-        kin = self.sharing.get(t.memory, set()) | {value}
-        if len(kin) > 1 or value in self.viewed:
-            for v in kin:
-                self.values[v] = replace(self.values[v], fixed=True)
-
-    def fold(self, name: str, out: Ref, x: Ref) -> None:
-        """A view that is one for how its tensor lies in memory, where a part may lie otherwise and be copied."""
-        if out.memory == x.memory and not x.dense:
-            self.folded.setdefault(x.memory, name)
-
     def used(self, tensors: Iterable[Ref], syms: Iterable[Sym | None]) -> None:
         """If they were written in place, a gradient comes to them another way since."""
         for t, s in zip(tensors, syms):
@@ -178,10 +131,3 @@ class Values:
         self.made.append(made)
         self.ops.append(op)
         self.events.append(event)
-
-
-def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:
-    """The size of the first of the dims that a reshape takes a dim apart into; 0 if it does not."""
-    before = math.prod(old[:d])
-    into = next((new[j] for j in range(len(new)) if math.prod(new[:j]) == before and new[j] > 1), 0)
-    return into if 1 < into < old[d] else 0

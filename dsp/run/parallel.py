@@ -23,10 +23,11 @@ from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
 from dsp.overlap import Overlap, overlap_of, refuse_overlap
 from dsp.plan.advice import remedy
-from dsp.plan.choices import trace_of
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
+from dsp.plan.operations import Operations
 from dsp.plan.recorder import Recorder
+from dsp.plan.rehearsal import trace
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.plan.tracing import KEPT
@@ -335,13 +336,13 @@ class FullRuntime(Runtime):
     def recorded(self, run: Run, given: Mapping[str, Cut]) -> Plan | None:
         """The plan of a run that had none, for the next ones; None if it cannot be made, or not alike on all ranks."""
         plan = None
-        trace: Trace | None = None
+        found: Trace | None = None
         if run.recorder is not None:
             run.recorder.record.random = True
             with run.unplanned():
-                trace = trace_of(run.recorder.record, given, self.gather_output)
-        if trace is not None:
-            plan = self.solve(trace)
+                found = Operations.of(run.recorder.record, given, self.gather_output).trace()
+        if found is not None:
+            plan = self.solve(found)
             plan.script.recorded = True
             if plan.advice and self.axis.rank == 0 and len(self.entries) == 1:
                 log.warning(plan.advice)
@@ -374,6 +375,12 @@ class FullRuntime(Runtime):
     ) -> tuple[Any, FullEntry]:
         key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept[len(key) - 3 :]))
         return key, FullEntry(number=number(key), plan=plan, sizes=sizes, asks=asks)
+
+    def traced(self, root: StagePattern | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        given = given_cuts(self.signature, args, kwargs)
+        return trace(
+            self.model, self.stages, root, args, kwargs, self.axis.size, gather_output=self.gather_output, given=given
+        )
 
     def make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         try:

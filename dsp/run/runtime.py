@@ -18,7 +18,7 @@ from dsp.plan.events import Trace
 from dsp.plan.program import Program
 from dsp.plan.script import Script
 from dsp.plan.solve import Goal, solved
-from dsp.plan.tracing import trace
+from dsp.plan.tracing import How, trace
 from dsp.randomness import join, share
 from dsp.run.forward import Run
 from dsp.run.inputs import DeclaredInput, describe, given_cuts, places, split, taken_apart, with_true_gradients
@@ -175,9 +175,8 @@ class Runtime:
 
     def traced(self, root: StagePattern | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """The planner's problem of a call with such inputs."""
-        given = given_cuts(self.signature, args, kwargs)
-        options = {"gather_output": self.gather_output, "given": given}
-        return trace(self.model, self.stages, root, args, kwargs, self.axis.size, **options)
+        how = How(self.gather_output, given_cuts(self.signature, args, kwargs))
+        return trace(self.model, self.stages, root, args, kwargs, self.axis.size, how)
 
     def solve(self, t: Trace) -> Any:
         return Decided(Program(solved(t, {s.name: s for s in self.stages}, Goal(self.axis.size))).script())

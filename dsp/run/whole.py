@@ -20,6 +20,7 @@ from dsp.calls import GlueError, replaced, tensor_args
 from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.observers import observing
+from dsp.plan.choices import WRITES
 from dsp.plan.script import GlueStep, PlannedNode, Via, key_of_operation
 from dsp.private import (
     Recompute,
@@ -169,11 +170,10 @@ class Whole(Between):
         """One operation that meets a sharded tensor, or of which the plan asks something: on whole tensors."""
         run, (tensors, shells) = self.run, self.opened(what, args, kwargs)
         if (what.in_place and isinstance(shells[0], Sharded)) or isinstance(kwargs.get("out"), Sharded):
-            raise GlueError(
-                f"{what.name}() between stages writes in place into a sharded tensor. Write it out of place, or move "
-                "it into a stage (a submodule with a pattern), where tensors are local"
-            )
+            raise GlueError(WRITES.format(name=what.name))
         _, node = run.find(key_of_operation(what.name, args, kwargs, run.reads(tensors, shells)))
+        if node is not None and node.same and node.exact and isinstance(shells[0], Sharded):
+            return shells[0]
         op = GlueCall(run, node, func, what, args, kwargs, tensors, shells)
         run.where = ("glue", op.index, what.name)
         whole: list[Cut | None] = [None] * len(tensors)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.plan.choices import trace_of
 from dsp.plan.make import stages_of
+from dsp.plan.operations import Operations
 from dsp.plan.record import OperationNode, StageNode
-from dsp.plan.tracing import trace
+from dsp.plan.rehearsal import trace
 from tests.support import toys
 
 
@@ -74,7 +74,7 @@ def test_data_change_nothing_of_a_record() -> None:
 
 def test_a_pass_over_a_record_can_be_made_again() -> None:
     record = recorded(small(), (torch.randn(2, 4, 3, toys.C),), False).record
-    one, two = (trace_of(record, {}, gather=True) for _ in range(2))
+    one, two = (Operations.of(record, {}, gather=True).trace() for _ in range(2))
     assert (one.ops, one.values, one.names) == (two.ops, two.values, two.names)
 
 

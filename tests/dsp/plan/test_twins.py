@@ -14,7 +14,7 @@ import dsp
 import zoo
 from dsp.plan.events import Trace
 from dsp.plan.make import stages_of
-from dsp.plan.tracing import trace
+from dsp.plan.rehearsal import trace
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints
 from tests.support.slow import slow, slow_but
