@@ -74,17 +74,17 @@ class MeasuringTracer(Tracer):
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         args, kwargs = self.standing(args, kwargs)
-        call: Any = func
         if func is flex_attention:
-            call = rehearsed
             self.recorder.reads(captured_by(args[3:]), unreadable())
-        if func is F.scaled_dot_product_attention:
-            call = self.attention
         self.line.say(f"{self.recorder.operations} operations")
+        return super().operation(func, what, args, kwargs, types)
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        own: dict[Any, Any] = {flex_attention: rehearsed, F.scaled_dot_product_attention: self.attention}
         self.watch.restart()
         self.kept_by_call = list[Tensor]()
         with saving(self.kept_by_call):
-            return super().operation(call, what, args, kwargs, types)
+            return super().called(own.get(func, func), args, kwargs)
 
     def cost(self) -> Cost:
         """The cost of the operation that ran last."""

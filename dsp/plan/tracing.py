@@ -72,9 +72,13 @@ class Tracer(Between):
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         if what.name in BY_NUMBER and not self.record.data:
             raise NotImplementedError(f"{what.name}_() on a tensor without data")  # where torch crashes
-        out = func(*args, **kwargs)
+        out = self.called(func, args, kwargs)
         self.recorder.operation(what.name, args, kwargs, out, what.in_place, self.cost())
         return out
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of one operation."""
+        return func(*args, **kwargs)
 
     def cost(self) -> Cost | None:
         """The cost of the operation that ran last, if it was measured."""

@@ -24,7 +24,6 @@ from math import inf
 
 from dsp.planner.elimination import MADE, Elimination
 from dsp.planner.index import Index
-from dsp.planner.loops import loops, runs
 from dsp.planner.problem import (
     FUSE,
     MOVES,
@@ -46,7 +45,6 @@ from dsp.planner.problem import (
     piece_sizes,
     price,
 )  # fmt: skip
-from dsp.planner.sweep import Sweep
 
 __all__ = [
     "FUSE", "MOVES", "Choice", "Copies", "Extent", "Infeasible", "Layout", "Move", "Op", "Packed", "Problem",
@@ -66,18 +64,27 @@ def solve(problem: Problem, say: Callable[[str], None] = lambda text: None) -> S
     facts, capacity = Index(problem), problem.capacity
     solution, same = Elimination(facts, say=say).solve(MADE), None
     if solution is None:
+        from dsp.planner.loops import loops, runs  # which few problems are so tangled as to need
+
         facts.settle()
         same = loops(problem)
         solution = Elimination(facts, same, say).solve()
         if solution is None:
             same = runs(problem)
             solution = Elimination(facts, same, say).solve()
-    solution = solution or Sweep(facts, inf, say).solve()
+    solution = solution or swept(facts, inf, say)
     for found in (_lean(facts, solution, same, say), solution):
         if found is not None and (capacity is None or found.peak <= capacity):
             return found
     assert capacity is not None
-    return Sweep(Index(problem), capacity, say).solve()
+    return swept(Index(problem), capacity, say)
+
+
+def swept(facts: Index, capacity: float, say: Callable[[str], None]) -> Solution:
+    """The cheapest plan within a capacity by the search that knows of memory."""
+    from dsp.planner.sweep import Sweep
+
+    return Sweep(facts, capacity, say).solve()
 
 
 def _lean(facts: Index, best: Solution, same: Sequence[int] | None, say: Callable[[str], None]) -> Solution | None:

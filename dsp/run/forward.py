@@ -58,7 +58,7 @@ class Run(Lookup):
         self.witness: Any = None  # a hook for the gradients of what it returns
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
         self.recorder: Any = None  # when no plan could be made ahead: this run, for the next ones
-        self.mode: Any = None  # `dsp.run.whole.Whole`, while it is the one that runs
+        self.mode: Any = None  # `dsp.run.whole.GlueOnWholes`, while it is the one that runs
 
     @contextmanager
     def outside_stage(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from dsp.run.forward import Run
 from dsp.run.lookup import InTurn, NoKey
 from dsp.run.piecewise import InPieces
 from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
-from dsp.run.whole import Whole, parted, sharded_in, writes
+from dsp.run.whole import GlueOnWholes, parted, sharded_in, writes
 from dsp.sharded import Sharded, carry, claim, plain
 from dsp.tensors import map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
@@ -37,7 +37,7 @@ from dsp.traits import DTYPE_ARG, Traits
 SAME = "same"  # the recipe of what returns its first argument as it is
 
 
-class Glue(Whole):
+class Glue(GlueOnWholes):
     """The mode of a run whose operations between stages run on local parts, where a rule says how.
 
     cut: the stages that run piece by piece while it is on.

@@ -25,7 +25,7 @@ from dsp.run.inputs import DeclaredInput, describe, given_cuts, places, split, t
 from dsp.run.lookup import NUMBERS
 from dsp.run.outputs import bring_out, hand_out
 from dsp.run.stage_calls import StageCalls, unpicklable
-from dsp.run.whole import Whole, active
+from dsp.run.whole import GlueOnWholes, active
 from dsp.sharded import ACTIVE
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, declared
@@ -89,9 +89,9 @@ class Runtime:
         self.hooks = [self.stage_calls.install(stage) for stage in self.stages]
         self.model.forward = self.call
 
-    def between_stages(self, run: Run) -> Whole:
+    def between_stages(self, run: Run) -> GlueOnWholes:
         """The mode that sees the operations between the stages of a run."""
-        return Whole(run)
+        return GlueOnWholes(run)
 
     # --- a call ---
 

@@ -103,7 +103,7 @@ def cut_at(t: Sharded | None) -> Cut | None:
     return None if t is None else t.at.cut
 
 
-class Whole(Between):
+class GlueOnWholes(Between):
     """The mode of a run: every operation between its stages that meets a sharded tensor is run on whole ones."""
 
     def __init__(self, run: Run) -> None:

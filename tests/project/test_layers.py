@@ -10,19 +10,19 @@ from tests.support.paths import ROOT
 HOME = ROOT / "dsp"
 LAYERS = """
 text private launch lines world notation planner messages hardware routes overlap
-tensors compile_off observers wire exchange collectives chunked pending sent rows deal count gradients layout sharded
-moves ops randomness methods signature stages known slices
+wire tensors compile_off observers exchange formats collectives legs chunked pending sent rows deal count gradients
+layout sharded moves ops randomness methods signature stages known slices calls traits between
 rules plan run check discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
-        written_out functions between""",
-    "plan": """script record recorder events places skeleton precision meter operation names values operations backwards
-        choices stage_cache without_data tracer tracing reads picture hidden table solve program cost
-        overlap traffic advice make choose""",
-    "run": """views writes notes kept traffic_check lookup forward piecewise recipes follow glue inputs outputs
-        agreement stage_calls hooks guards tidy graph pipelines parallel""",
+        written_out functions""",
+    "plan": """script record recorder events skeleton values choices tracing solve program
+        places precision meter operation names backwards operations stage_cache without_data measuring rehearsal reads
+        picture hidden table cost overlap traffic advice make choose""",
+    "run": """lookup views writes forward whole stage_calls inputs outputs runtime
+        notes kept traffic_check agreement piecewise recipes follow glue hooks guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid core ulysses low_rank ring tensor method timing",
