@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "what a stage returns as it was given is the given tensor in a plan, too",
-        "dsp/plan/tracer.py",
+        "dsp/plan/tracing.py",
         "output = self.recorder.apart(tensors_in(self.given), output)",
         "pass",
         "dsp/run/test_lookup::test_what_a_stage_returns_as_it_was_given_is_read_whole_where_it_is_whole",
@@ -113,7 +113,7 @@ FAULTS = [
     Fault(
         "what a sharded tensor may not enter is not named where the forward failed behind it",
         "dsp/plan/tracing.py",
-        "refuse(tracer.record, how.given)",
+        "self.choices.refuse(tracer.record, self.how.given)",
         "pass",
         "dsp/plan/test_record::test_what_is_refused_is_named_with_its_line_though_the_forward_went_on",
     ),
@@ -175,7 +175,7 @@ FAULTS = [
     ),
     Fault(
         "nobody hears what a checkpoint sends again",
-        "dsp/run/glue.py",
+        "dsp/run/whole.py",
         "observing(traffic_check.again(again) if traffic_check is not None else None)",
         "observing(None)",
         "dsp/plan/test_plan_word",
@@ -400,7 +400,7 @@ FAULTS = [
     ),
     Fault(
         "what a checkpoint computes again takes the first turn",
-        "dsp/run/glue.py",
+        "dsp/run/whole.py",
         "run.first, dict(run.turns)",
         "run.first, {}",
         "dsp/run/test_lookup::test_two_that_read_the_same_are_decided_apart",
@@ -478,8 +478,8 @@ FAULTS = [
     Fault(
         "an operation waits for what it reads",
         "dsp/run/glue.py",
-        "if run.coming and name not in LOOKS:",
-        "if False:",
+        "if what.name in TELLING or not (what.metadata or what.name in LOOKS):",
+        "if what.name in TELLING:",
         "dsp/run/test_ahead::test_nothing_is_read_before_its_all_to_all_arrives",
     ),
     Fault(
