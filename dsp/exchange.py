@@ -21,9 +21,10 @@ from dsp.planner import chunk_sizes
 from dsp.private import _resolve_process_group, all_to_all, is_view
 
 if TYPE_CHECKING:
-    from dsp.wire import Format
+    from dsp.formats import Format
 
 
+@lru_cache(maxsize=4096)
 def name_of(group: str) -> str:
     """The process group that an op was given the name of, without the ways behind it."""
     return group.partition("|")[0]

@@ -6,8 +6,7 @@ not seen there. So an autograd node keeps the observer of its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
@@ -46,11 +45,14 @@ def run_observed(ctx: Any, op: Callable[..., Result], *args: Any) -> Result:
         OBSERVER.reset(token)
 
 
-@contextmanager
-def observing(observer: Observer | None) -> Iterator[None]:
+class observing:
     """Make an observer the active one."""
-    token = OBSERVER.set(observer)
-    try:
-        yield
-    finally:
-        OBSERVER.reset(token)
+
+    def __init__(self, observer: Observer | None) -> None:
+        self.observer = observer
+
+    def __enter__(self) -> None:
+        self.token = OBSERVER.set(self.observer)
+
+    def __exit__(self, *error: object) -> None:
+        OBSERVER.reset(self.token)

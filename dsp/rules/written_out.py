@@ -201,36 +201,32 @@ def likelihood(
     return each.sum() if reduction == "sum" else each.sum() / (~ignored).sum()
 
 
-# what torch calls their arguments, where that is another name
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.__setitem__: set_where,
+    Tensor.expand_as: expand_as,
+    F.multi_head_attention_forward: multi_head_attention,
+    Tensor.type: type_of,
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), add_product),
+    F.pad: pad,
+    torch.hstack: hstack,
+    **dict.fromkeys((torch.vstack, torch.row_stack), vstack),
+    torch.column_stack: column_stack,
+    **dict.fromkeys((torch.diff, Tensor.diff), difference),
+    **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),
+    **dict.fromkeys((F.cosine_similarity, torch.cosine_similarity), cosine_similarity),
+    F.kl_div: kl_div,
+    F.cross_entropy: cross_entropy,
+    F.nll_loss: likelihood,
+    **{f: batch_second(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+}
+WRITTEN_OUT.update(FUNCTIONS)
+KERNELS.update({
+    "flex_attention": flex_attention,
+    **dict.fromkeys(("torch_attn._varlen_attn", "torch_attn._varlen_attn.default"), packed),
+})  # fmt: skip
 KEYWORDS.update({
     "input": "x", "self": "x", "mat1": "a", "batch1": "a", "mat2": "b", "batch2": "b",
     "embed_dim_to_check": "embed_dim", "num_heads": "heads", "in_proj_weight": "in_weight", "in_proj_bias": "in_bias",
     "out_proj_weight": "out_weight", "out_proj_bias": "out_bias",
 })  # fmt: skip
-WRITTEN_OUT.update(
-    {
-        Tensor.__setitem__: set_where,
-        Tensor.expand_as: expand_as,
-        F.multi_head_attention_forward: multi_head_attention,
-        Tensor.type: type_of,
-        **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), add_product),
-        F.pad: pad,
-        torch.hstack: hstack,
-        **dict.fromkeys((torch.vstack, torch.row_stack), vstack),
-        torch.column_stack: column_stack,
-        **dict.fromkeys((torch.diff, Tensor.diff), difference),
-        **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),
-        **dict.fromkeys((F.cosine_similarity, torch.cosine_similarity), cosine_similarity),
-        F.kl_div: kl_div,
-        F.cross_entropy: cross_entropy,
-        F.nll_loss: likelihood,
-        **{f: batch_second(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    }
-)
-KERNELS.update(
-    {
-        "flex_attention": flex_attention,
-        **dict.fromkeys(("torch_attn._varlen_attn", "torch_attn._varlen_attn.default"), packed),
-    }
-)
 traits.cache_clear()  # of those that were asked for before

@@ -27,7 +27,6 @@ from dsp.rules.functions import LOOKS, TELLING
 from dsp.run.follow import follow, source
 from dsp.run.forward import Run
 from dsp.run.lookup import InTurn, NoKey
-from dsp.run.piecewise import InPieces
 from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
 from dsp.run.whole import GlueOnWholes, parted, sharded_in, writes
 from dsp.sharded import Sharded, carry, claim, plain
@@ -38,19 +37,7 @@ SAME = "same"  # the recipe of what returns its first argument as it is
 
 
 class Glue(GlueOnWholes):
-    """The mode of a run whose operations between stages run on local parts, where a rule says how.
-
-    cut: the stages that run piece by piece while it is on.
-    """
-
-    def __init__(self, run: Run, cut: Sequence[InPieces] = ()) -> None:
-        super().__init__(run)
-        self.cut = cut
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        for forward in self.cut:
-            forward.let_go()
+    """The mode of a run whose operations between stages run on local parts, where a rule says how."""
 
     def wait(self, what: Traits, args: Any, kwargs: Any) -> None:
         if what.name in TELLING or not (what.metadata or what.name in LOOKS):

@@ -53,6 +53,7 @@ from dsp.run.inputs import (
     without_data,
 )
 from dsp.run.kept import Path, lying, paths_to
+from dsp.run.lookup import NUMBERS
 from dsp.run.notes import add_note
 from dsp.run.piecewise import PieceCalls, in_pieces
 from dsp.run.pipelines import Method, SharedBatch, axes_of, parts_of
@@ -221,7 +222,7 @@ class FullRuntime(Runtime):
         if is_dynamo_compiling():
             refuse_compiling()
         if ACTIVE.get() is not None:
-            return super().call(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         if maybe_current_level() is not None or torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(
                 f"a parallelized {type(self.model).__name__} cannot run under torch.vmap, torch.func, torch.jit.trace "
@@ -235,7 +236,7 @@ class FullRuntime(Runtime):
                 "for each, on a mesh of its own"
             )
         try:
-            return super().call(*args, **kwargs)
+            return self.once(args, kwargs)
         finally:
             self.idle.release()
 
@@ -251,7 +252,14 @@ class FullRuntime(Runtime):
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         if self.kept:
             key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept))
-        entry, fresh = self.entry_for(key, leaves, args, kwargs)
+        entry: FullEntry | None = self.entries.get(key)
+        fresh = entry is None or bool(entry.astray)
+        if entry is None:
+            entry = self.new_entry(key, leaves, args, kwargs)
+        else:
+            self.entries.move_to_end(key)
+            if fresh:
+                self.plan_again(entry, args, kwargs)
         graph = None if self.graphs is None or fresh else self.graphs.graph_for(entry, leaves)
         plan = entry.plan
         way = entry.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
@@ -260,7 +268,8 @@ class FullRuntime(Runtime):
             same_weights(self.axis, self.model)
             if not same(self.axis, plan.script.key() if plan is not None else ""):
                 raise RuntimeError(DIFFER)
-        run = self.begun(entry)
+        self.first += NUMBERS
+        run = Run(self.axis, plan.script if plan else None, entry.sizes, self.recipes, self.first)
         run.graph = graph
         if plan is not None and self.counts and graph is None:
             check = run.traffic_check = self.traffic_check(plan, entry, run)
@@ -283,7 +292,9 @@ class FullRuntime(Runtime):
             f"by one: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
         )
 
-    def driven(self, run: Run, entry: FullEntry, args: Any, kwargs: Any) -> Any:
+    def followed(self, run: Run, entry: FullEntry, args: Any, kwargs: Any) -> Any:
+        """The forward by its plan, or else as it chooses."""
+        args, kwargs = self.taken(run, entry, args, kwargs)
         if run.script is None:
             run.recorder = Recorder(self.axis.size, run.root_sizes)
             if self.signature is not None:
@@ -296,7 +307,7 @@ class FullRuntime(Runtime):
             except Unfit as reason:
                 self.graphs.give_up(entry, str(reason))
         try:
-            return super().driven(run, entry, args, kwargs)
+            return self.driven(run, entry, args, kwargs)
         except Exception as error:
             self.explain(run, error)
             raise
@@ -360,15 +371,12 @@ class FullRuntime(Runtime):
 
         return TrafficCheck(plan.script.planned_counts, run, say)
 
-    def entry_for(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[FullEntry, bool]:
-        entry, fresh = super().entry_for(key, leaves, args, kwargs)
-        if not entry.astray:
-            return entry, fresh
+    def plan_again(self, entry: FullEntry, args: Any, kwargs: Any) -> None:
+        """Another plan for calls whose forwards left theirs; none if it is the same."""
         plan, left = self.make_plan(args, kwargs), entry.astray
         entry.plan, entry.astray, entry.anew, entry.graphs = None, "", True, []
         if plan is not None and plan.script.key() != left:
             entry.plan, entry.places = plan, None
-        return entry, True
 
     def entry(
         self, key: Any, plan: Any, sizes: dict[str, int], asks: bool, args: Any, kwargs: Any

@@ -70,7 +70,7 @@ class PieceCalls(StageCalls):
         return PieceCalls(self.axis, copy.deepcopy(self.agreement, memo))
 
     def before_switching(self, run: Run) -> None:
-        super().before_switching(run)
+        run.began = True
         self.agreement.before_switching()
 
     def derived(self, run: Run, stage: Stage, node: PlannedNode | None, bound: list[Bound]) -> StageDecision:

@@ -53,6 +53,10 @@ class CallEntry:
     places: list[DeclaredInput] | None = None
     given: bool = False
 
+    @property
+    def script(self) -> Script | None:
+        return None if self.plan is None else self.plan.script
+
 
 class Runtime:
     """What takes the place of a model's forward; `dsp.parallelize` has more of it, `dsp.run.parallel.FullRuntime`."""
@@ -103,15 +107,16 @@ class Runtime:
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = taken_apart(args, kwargs)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
-        entry, _ = self.entry_for(key, leaves, args, kwargs)
-        return self.followed(self.begun(entry), entry, args, kwargs)
-
-    def entry_for(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """The state of calls with such inputs, and whether it was made now."""
         entry = self.entries.get(key)
-        if entry is not None:
+        if entry is None:
+            entry = self.new_entry(key, leaves, args, kwargs)
+        else:
             self.entries.move_to_end(key)
-            return entry, False
+        self.first += NUMBERS
+        return self.followed(Run(self.axis, entry.script, entry.sizes, self.recipes, self.first), entry, args, kwargs)
+
+    def new_entry(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        """The state of calls with such inputs, of which this is the first."""
         plan = self.make_plan(args, kwargs)
         asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
         sizes = sizes_of_root(self.model, self.root, args, kwargs)
@@ -119,19 +124,13 @@ class Runtime:
         self.entries[key] = entry
         if len(self.entries) > PLANS:
             self.entries.popitem(last=False)
-        return entry, True
+        return entry
 
     def entry(
         self, key: Any, plan: Any, sizes: dict[str, int], asks: bool, args: Any, kwargs: Any
     ) -> tuple[Any, CallEntry]:
         """The state of calls for which there is a plan now, and its key."""
         return key, CallEntry(plan=plan, sizes=sizes, asks=asks)
-
-    def begun(self, entry: Any) -> Run:
-        """A forward that begins."""
-        self.first += NUMBERS
-        script = None if entry.plan is None else entry.plan.script
-        return Run(self.axis, script, entry.sizes, self.recipes, self.first)
 
     def followed(self, run: Run, entry: Any, args: Any, kwargs: Any) -> Any:
         """The output of a forward by its plan."""

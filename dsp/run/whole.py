@@ -39,16 +39,22 @@ from dsp.traits import Traits
 PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
 
 
-@contextmanager
-def active(runtime: Any, run: Run) -> Iterator[None]:
+class active:
     """Make `run` the one that hooks and mode of `runtime` serve."""
-    token, run.mode = ACTIVE.set((runtime, run)), runtime.between_stages(run)
-    try:
-        with run.mode:
-            yield
-    finally:
-        ACTIVE.reset(token)
-        run.mode = None  # it knows the run: nobody would let go of either before the next collection of garbage
+
+    def __init__(self, runtime: Any, run: Run) -> None:
+        self.runtime, self.run = runtime, run
+
+    def __enter__(self) -> None:
+        self.token, self.run.mode = ACTIVE.set((self.runtime, self.run)), self.runtime.between_stages(self.run)
+        self.run.mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.run.mode.__exit__(*error)
+        finally:
+            ACTIVE.reset(self.token)
+            self.run.mode = None  # it knows the run: nobody would let go of either before garbage is collected
 
 
 @dataclass(eq=False)
@@ -104,11 +110,14 @@ def cut_at(t: Sharded | None) -> Cut | None:
 
 
 class GlueOnWholes(Between):
-    """The mode of a run: every operation between its stages that meets a sharded tensor is run on whole ones."""
+    """The mode of a run: every operation between its stages that meets a sharded tensor is run on whole ones.
 
-    def __init__(self, run: Run) -> None:
+    cut: the forwards of stages that run piece by piece while it is on.
+    """
+
+    def __init__(self, run: Run, cut: Sequence[Any] = ()) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.cut = run, cut
         asks = run.script is None or run.script.compiled  # else nothing that is compiled was met between stages
         self.followed = CompileOff() if asks and compiler_loaded() else None
         self.asleep = self.popped = False
@@ -140,6 +149,8 @@ class GlueOnWholes(Between):
         if not self.popped:  # an exception that no hook saw may have left a stage open
             super().__exit__(*exc)
         self.asleep = self.popped = False
+        for forward in self.cut:
+            forward.let_go()
 
     def sharded(self, t: Tensor) -> bool:
         return isinstance(t, Sharded)

@@ -19,6 +19,7 @@ from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_local
 from dsp.pending import ahead
 from dsp.run.forward import Run
+from dsp.run.glue import send_ahead
 from dsp.tensors import memory
 from tests.support.beside import beside
 from tests.support.toys import Fn
@@ -118,7 +119,7 @@ def all_large(launch: Callable[[Run, Part], Tensor]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("dsp.moves", "dsp.plan.program", "dsp.plan.traffic"):
             patch.setattr(sys.modules[module], "fuses", lambda nbytes, n: False)
-        patch.setattr(Run, "send_ahead", launch)
+        patch.setattr("dsp.run.glue.send_ahead", launch)
         yield
 
 
@@ -138,7 +139,7 @@ def late(run: Run, part: Part, under_way: list[int], launch: Callable[[Run, Part
 @pytest.mark.parametrize("name", TOUCHES)
 def test_nothing_is_read_before_its_all_to_all_arrives(mesh: DeviceMesh, name: str) -> None:
     single, x = Attention(TOUCHES[name]), torch.randn(1, 7, 8, dtype=torch.float64)
-    under_way, launch = list[int](), Run.send_ahead
+    under_way, launch = list[int](), send_ahead
     with all_large(lambda run, part: late(run, part, under_way, launch)):
         model = dsp.parallelize(copy.deepcopy(single), mesh)
         beside(single, model, mesh, (x,), rounds=2)
@@ -160,7 +161,7 @@ def stop(model: Attention, v: Tensor) -> Tensor:
 
 def test_a_forward_that_raises_has_waited_for_what_was_under_way(mesh: DeviceMesh) -> None:
     """torch keeps for good what nobody waits for."""
-    runs, launch, model = list[Run](), Run.send_ahead, Attention(stop)
+    runs, launch, model = list[Run](), send_ahead, Attention(stop)
     with all_large(lambda run, part: runs.append(run) or launch(run, part)):
         dsp.parallelize(model, mesh)
         for model.stops in (False, False, True):
