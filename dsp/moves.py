@@ -9,28 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp import collectives
 from dsp.layout import Axis, Cut, factor
 from dsp.observers import run_observed, save_observer
 from dsp.planner import fuses
-
-# --- the same on local tensors, for the runtime -----------------------------------------------------------------------
-
-
-def mean_local(local: Tensor, weight: Tensor | None, count: int, sp: Axis) -> Tensor:
-    total, norm = sums(local, weight)
-    if norm is None:
-        return torch.ops.dsp.all_reduce(total, sp.group) / count
-    both = torch.ops.dsp.all_reduce(torch.stack([total, norm]), sp.group)
-    return both[0] / both[1]
-
-
-def sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    wide = collectives.summed_in(x.dtype) if collectives.inexact(x) else torch.float32
-    if weight is None:
-        return x.sum(dtype=wide), None
-    w = weight.to(wide).expand(x.shape)
-    return (x.to(wide) * w).sum(), w.sum()
 
 
 def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Partial
 
+from dsp.collectives import inexact, summed_in
 from dsp.gradients import connected_local, covered_exit, global_stride
 from dsp.layout import Axis, Cut, chunk, cut_of, factor
-from dsp.moves import SplitInput, gather_local, mean_local, sums, switch_local
+from dsp.moves import SplitInput, gather_local, switch_local
 from dsp.pending import PendingSwitch
 from dsp.sharded import as_dtensor
 
@@ -165,6 +167,22 @@ def _rewrap(local: Tensor, like: DTensor, sp: Axis, index: int, cut: Cut | None)
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=global_stride(local, like.shape)
     )
+
+
+def mean_local(local: Tensor, weight: Tensor | None, count: int, sp: Axis) -> Tensor:
+    total, norm = sums(local, weight)
+    if norm is None:
+        return torch.ops.dsp.all_reduce(total, sp.group) / count
+    both = torch.ops.dsp.all_reduce(torch.stack([total, norm]), sp.group)
+    return both[0] / both[1]
+
+
+def sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    wide = summed_in(x.dtype) if inexact(x) else torch.float32
+    if weight is None:
+        return x.sum(dtype=wide), None
+    w = weight.to(wide).expand(x.shape)
+    return (x.to(wide) * w).sum(), w.sum()
 
 
 def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, list[int]]:

@@ -8,8 +8,6 @@ stands for: `placements`, `device_mesh`, `to_local`, `full_tensor`, `redistribut
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from numbers import Number
@@ -108,31 +106,6 @@ def plain(t: Any) -> Any:
         return t.as_subclass(Tensor) if t.part is Tensor else t.view_as(t)
 
 
-@contextmanager
-def bare(tensors: Iterable[Sharded]) -> Iterator[None]:
-    """The same tensors, as tensors like any other for a while: what runs below, and what autograd saves, sees parts."""
-    kinds = {id(t): (t, type(t)) for t in tensors}
-    for t, kind in kinds.values():
-        t.__class__ = kind.part  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for t, kind in kinds.values():
-            t.__class__ = kind
-
-
-class Own(torch.autograd.Function):
-    """The same tensor and memory, as no view of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def carry(local: Tensor, at: At, number: int = -1) -> Sharded:
     """A new tensor that carries `local`, this rank's part."""
     if tuple(local.shape) != at.local:
@@ -148,14 +121,6 @@ def carry(local: Tensor, at: At, number: int = -1) -> Sharded:
             t.__class__ = sharded_type(type(t))
     t.at, t.number = at, number
     return t
-
-
-def claim(local: Tensor, at: At, number: int) -> Sharded:
-    """A tensor that nobody else holds, and is the part that lies there, as what carries it."""
-    if type(local) is not Tensor:
-        return carry(local, at, number)
-    local.__class__, local.at, local.number = Sharded, at, number  # type: ignore[attr-defined]
-    return local  # type: ignore[return-value]
 
 
 @cache

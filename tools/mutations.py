@@ -189,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         "a mean over unequal parts is a mean of means",
-        "dsp/moves.py",
+        "dsp/ops.py",
         "return torch.ops.dsp.all_reduce(total, sp.group) / count",
         "return torch.ops.dsp.all_reduce(total / max(local.numel(), 1), sp.group) / sp.size",
         "dsp/test_ops",
@@ -555,8 +555,8 @@ FAULTS = [
     Fault(
         "ranks may hold different weights",
         "dsp/run/parallel.py",
-        "            same_weights(self.axis, self.model)",
-        "            pass",
+        "        same_weights(self.axis, self.model)\n        if not",
+        "        if not",
         "dsp/run/test_hostile",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""What stages and operations of a forward take, measured while a recorder is told of them."""
+"""The cost of stages and operations of a forward, measured while a recorder is told of them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import torch
 
 from dsp.calls import Operand
 from dsp.layout import Cut
-from dsp.planner import MOVES, Layout, Value
 
 Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that a value was made as
 
@@ -188,24 +187,3 @@ def numbers_in(part: Any) -> Iterator[Number]:
 
 Where = tuple[str, int, str]  # "stage", "glue", "output" or "input"; the how-many-th; its name
 INPUTS: Where = ("input", 0, "the inputs")
-
-
-class Sending(NamedTuple):
-    """A collective of a plan outside of stages, or a tensor's share of one (calls 0): a move, or so many bytes a rank.
-
-    where: for a backward, where its forward is. A move from `src` to `dst`; its backward goes the other way, and that
-    of a gather is the reduce-scatter into `src`.
-    """
-
-    phase: str  # "forward", "backward", "recompute"
-    where: Where
-    kind: str
-    calls: int
-    value: Value | None = None
-    src: Layout = None
-    dst: Layout = None
-    each: tuple[int, ...] = ()
-
-    def sent(self, n: int) -> Sequence[int]:
-        """By each of n ranks."""
-        return self.each if self.value is None else MOVES[self.kind].sent(self.value, self.src, self.dst, n)

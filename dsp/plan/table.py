@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -16,11 +16,32 @@ from dsp.notation import BATCH_NAMES
 from dsp.plan.hidden import Overlapped
 from dsp.plan.picture import ribbon
 from dsp.plan.record import Record
-from dsp.plan.script import Script, Sending
-from dsp.planner import Problem
+from dsp.plan.script import Script, Where
+from dsp.planner import MOVES, Layout, Problem, Value
 from dsp.routes import BETWEEN, STRAIGHT, WITHIN, Ways
 from dsp.text import generic, human, number_of
 from dsp.wire import AS_IT_IS, Wire
+
+
+class Sending(NamedTuple):
+    """A collective of a plan outside of stages, or a tensor's share of one (calls 0): a move, or so many bytes a rank.
+
+    where: for a backward, where its forward is. A move from `src` to `dst`; its backward goes the other way, and that
+    of a gather is the reduce-scatter into `src`.
+    """
+
+    phase: str  # "forward", "backward", "recompute"
+    where: Where
+    kind: str
+    calls: int
+    value: Value | None = None
+    src: Layout = None
+    dst: Layout = None
+    each: tuple[int, ...] = ()
+
+    def sent(self, n: int) -> Sequence[int]:
+        """By each of n ranks."""
+        return self.each if self.value is None else MOVES[self.kind].sent(self.value, self.src, self.dst, n)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dsp.methods import Sent
 from dsp.plan.overlap import Overlaps
 from dsp.plan.program import Program
-from dsp.plan.script import INPUTS, Sending, Where
+from dsp.plan.script import INPUTS, Where
 from dsp.plan.solve import Decision, Goal, Solved
+from dsp.plan.table import Sending
 from dsp.planner import MOVES, Layout, Move, dealt, fuses
 from dsp.routes import DIRECT, STRAIGHT
 

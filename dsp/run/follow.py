@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from dsp.run.forward import Run
 from dsp.run.recipes import Recipe, RuledCall
 from dsp.run.whole import on_wholes, parted, writes
 from dsp.run.writes import copy_source
-from dsp.sharded import Sharded, bare, plain, stride_of
+from dsp.sharded import Sharded, plain, stride_of
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
 
 
@@ -201,6 +201,19 @@ def dense_copy(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: lis
     model = torch.empty_strided(whole.shape, stride, device="meta")
     dense = model.contiguous() if tuple(out_shape) == tuple(model.shape) else model.reshape(out_shape)
     return t if memory(dense) == memory(model) else t.clone()
+
+
+@contextmanager
+def bare(tensors: Iterable[Sharded]) -> Iterator[None]:
+    """The same tensors, as tensors like any other for a while: what runs below, and what autograd saves, sees parts."""
+    kinds = {id(t): (t, type(t)) for t in tensors}
+    for t, kind in kinds.values():
+        t.__class__ = kind.part  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for t, kind in kinds.values():
+            t.__class__ = kind
 
 
 def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsp.calls import GlueError, replaced, tensor_args
-from dsp.layout import Cut
+from dsp.layout import At, Cut
 from dsp.moves import Part
 from dsp.pending import ahead
 from dsp.plan.script import key_of_operation
@@ -29,7 +29,7 @@ from dsp.run.forward import Run
 from dsp.run.lookup import InTurn, NoKey
 from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
 from dsp.run.whole import GlueOnWholes, parted, sharded_in, writes
-from dsp.sharded import Sharded, carry, claim, plain
+from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
 
@@ -229,6 +229,14 @@ def send_ahead(run: Run, part: Part) -> Tensor:
     made, arrived = ahead(*part.opened(run.axis), run.axis.switching, *(part.pieces or ()), wire=run.axis.wire)
     run.coming[memory(made)] = arrived
     return made
+
+
+def claim(local: Tensor, at: At, number: int) -> Sharded:
+    """A tensor that nobody else holds, and is the part that lies there, as what carries it."""
+    if type(local) is not Tensor:
+        return carry(local, at, number)
+    local.__class__, local.at, local.number = Sharded, at, number  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
 
 
 def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dsp.calls import GlueError
 from dsp.plan.skeleton import foreign
 from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
-from dsp.sharded import ACTIVE, Own, Sharded, plain
+from dsp.sharded import ACTIVE, Sharded, plain
 
 
 def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int, Any]]) -> None:
@@ -83,6 +84,18 @@ class Aside:
             return pytree.tree_unflatten(list(map(_as_before, made, leaves[len(leaves) - len(made) :])), spec)
         finally:
             mode.resume()
+
+
+class Own(torch.autograd.Function):
+    """The same tensor and memory, as no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _as_before(new: Any, old: Any) -> Any:

@@ -1,15 +1,19 @@
-"""A note on errors that a model's own code raises between its stages, where tensors are sharded."""
+"""Notes on errors that a model's own code raises: between its stages, where tensors are sharded, and inside of one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import FrameType
 
-from torch import nn
+from torch import Tensor, nn
 
 from dsp.calls import GlueError
 from dsp.lines import Line, lines_of
+from dsp.methods import RankPart
 from dsp.notation import NotationError
+from dsp.run.stage_calls import StageDecision
 from dsp.sharded import Sharded
+from dsp.stages import Stage
 from dsp.tensors import tensors_in
 
 
@@ -50,3 +54,27 @@ def _module(model: nn.Module, lines: list[Line]) -> tuple[str, str]:
             if isinstance(value, nn.Module) and id(value) in paths and frame.f_code.co_name != "__call__":
                 return type(value).__name__, paths[id(value)]
     return type(model).__name__, ""
+
+
+def misread(
+    stage: Stage, decision: StageDecision, place: RankPart, tensors: Sequence[Tensor], error: BaseException
+) -> str:
+    """A guess at what the pattern missed of a stage that raised `error` on a part, though not on the whole."""
+    name = decision.option.name
+    assert name is not None
+    said = f"{stage.where} ran on the whole, but on {place.own} of {place.size} along {name!r} it raised: {error}. "
+    lengths = {place.size: name, 1: "1"}
+    for dim, size in decision.sizes.items():
+        lengths.setdefault(size, dim)
+    for slot, pattern, t in zip(decision.slots, decision.patterns, tensors):
+        if pattern is None and place.size in t.shape:
+            positional = stage.signature.positional
+            param = positional[slot] if isinstance(slot, int) and slot < len(positional) else slot
+            others = (f"[{letter}]" for letter in "uvwxyz" if letter not in decision.sizes)
+            dims = " ".join(lengths.get(size) or next(others) for size in t.shape)
+            before, arrow, after = stage.pattern.text.partition(" ->")
+            return said + (
+                f"Its pattern does not mention {param!r} of shape {tuple(t.shape)}, which so came whole; if that has "
+                f"the dim too, write '{before}, {param}={dims}{arrow}{after}'"
+            )
+    return said + f"If it computes over {name!r}, write [{name}] in '{stage.pattern.text}'"

@@ -242,9 +242,8 @@ class FullRuntime(Runtime):
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         settle(self.hooks, self.between)
-        for m in self.followed_in if compiler_loaded() else ():
-            if compiled_call(m) is not None and type(compiled_call(m)) is not Compiled:
-                self.compiled(m)
+        if compiler_loaded():
+            self.look_for_compiled()
         leaves, spec = taken_apart(args, kwargs)
         if AsyncCollectiveTensor in map(type, leaves):
             args, kwargs = map_tensors((args, kwargs), [*map(waited, tensors_in((args, kwargs)))])
@@ -258,16 +257,14 @@ class FullRuntime(Runtime):
             entry = self.new_entry(key, leaves, args, kwargs)
         else:
             self.entries.move_to_end(key)
-            if fresh:
+            if entry.astray:
                 self.plan_again(entry, args, kwargs)
         graph = None if self.graphs is None or fresh else self.graphs.graph_for(entry, leaves)
         plan = entry.plan
         way = entry.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
         self.agreement.start(leaves, spec, way, wait=fresh or plan is None)
         if fresh:
-            same_weights(self.axis, self.model)
-            if not same(self.axis, plan.script.key() if plan is not None else ""):
-                raise RuntimeError(DIFFER)
+            self.agree_on(plan)
         self.first += NUMBERS
         run = Run(self.axis, plan.script if plan else None, entry.sizes, self.recipes, self.first)
         run.graph = graph
@@ -276,6 +273,17 @@ class FullRuntime(Runtime):
             run.witness = check.witness if check.planned.returns else None
         with observing(run.traffic_check.forward if run.traffic_check is not None else None):
             return self.followed(run, entry, args, kwargs)
+
+    def agree_on(self, plan: Plan | None) -> None:
+        """Raise RuntimeError on every rank if ranks hold other weights, or made other plans."""
+        same_weights(self.axis, self.model)
+        if not same(self.axis, plan.script.key() if plan is not None else ""):
+            raise RuntimeError(DIFFER)
+
+    def look_for_compiled(self) -> None:
+        for m in self.followed_in:
+            if compiled_call(m) is not None and type(compiled_call(m)) is not Compiled:
+                self.compiled(m)
 
     def compiled(self, m: nn.Module) -> None:
         """A module that its compile() compiled stays so if it is a stage. Raises RuntimeError if it is between them."""

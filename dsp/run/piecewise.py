@@ -19,7 +19,8 @@ from dsp.plan.script import PlannedNode, Script, StageStep
 from dsp.planner import piece_sizes
 from dsp.private import compiled_call
 from dsp.run.agreement import Agreement
-from dsp.run.forward import Run
+from dsp.run.forward import InStage, Run
+from dsp.run.notes import misread
 from dsp.run.stage_calls import StageCalls, StageDecision, with_dummy
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
@@ -59,6 +60,9 @@ class InPieces:
         return pieces.run(self.forward, args, kwargs)
 
 
+MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage may raise that is given other shapes
+
+
 class PieceCalls(StageCalls):
     """The hooks of stages, some of which run piece by piece; `agreement` is looked at before the first switch."""
 
@@ -72,6 +76,13 @@ class PieceCalls(StageCalls):
     def before_switching(self, run: Run) -> None:
         run.began = True
         self.agreement.before_switching()
+
+    def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
+        """Keep what may be amiss with the pattern of a stage that raised."""
+        super().failed(run, inside, error)
+        if run.script is not None and inside.decision.option.name is not None and type(error) in MISFITS:
+            tensors = [x.tensor for x in inside.given]
+            run.misread = error, misread(inside.stage, inside.decision, inside.place, tensors, error)
 
     def derived(self, run: Run, stage: Stage, node: PlannedNode | None, bound: list[Bound]) -> StageDecision:
         found = super().derived(run, stage, node, bound)

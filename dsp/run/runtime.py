@@ -59,7 +59,8 @@ class CallEntry:
 
 
 class Runtime:
-    """What takes the place of a model's forward; `dsp.parallelize` has more of it, `dsp.run.parallel.FullRuntime`."""
+    """The forward of a parallel model, in the place of its own; `dsp.run.parallel.FullRuntime` is that of
+    `dsp.parallelize`."""
 
     OWN: ClassVar[str] = "model forward stages signature hooks stage_calls"  # what a copy of the model has of its own
 

@@ -35,8 +35,6 @@ from dsp.signature import Bound
 from dsp.stages import Option, Stage
 from dsp.tensors import constants_in, map_tensors, memory, tensors_in, version
 
-MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage may raise that is given other shapes
-
 
 @dataclass(eq=False)
 class StageDecision:
@@ -250,11 +248,8 @@ class StageCalls:
         run.began = True
 
     def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
-        """Keep what may be amiss with the pattern of a stage that raised."""
+        """A stage raised, where tensors are plain."""
         run.failed = id(error)
-        if run.script is not None and inside.decision.option.name is not None and type(error) in MISFITS:
-            tensors = [x.tensor for x in inside.given]
-            run.misread = error, misread(inside.stage, inside.decision, inside.place, tensors, error)
 
     def refuse_sizes(self, run: Run, stage: Stage, decision: StageDecision, output: Any) -> None:
         """Raise NotationError if what a stage returned beside tensors is other than on the whole."""
@@ -395,27 +390,3 @@ def unpicklable() -> TypeError:
         "a parallelized model is tied to its process group and cannot be pickled: save its state_dict(), which is that "
         "of the bare model, and parallelize where it is loaded"
     )
-
-
-def misread(
-    stage: Stage, decision: StageDecision, place: RankPart, tensors: Sequence[Tensor], error: BaseException
-) -> str:
-    """A guess at what the pattern missed of a stage that raised `error` on a part, though not on the whole."""
-    name = decision.option.name
-    assert name is not None
-    said = f"{stage.where} ran on the whole, but on {place.own} of {place.size} along {name!r} it raised: {error}. "
-    lengths = {place.size: name, 1: "1"}
-    for dim, size in decision.sizes.items():
-        lengths.setdefault(size, dim)
-    for slot, pattern, t in zip(decision.slots, decision.patterns, tensors):
-        if pattern is None and place.size in t.shape:
-            positional = stage.signature.positional
-            param = positional[slot] if isinstance(slot, int) and slot < len(positional) else slot
-            others = (f"[{letter}]" for letter in "uvwxyz" if letter not in decision.sizes)
-            dims = " ".join(lengths.get(size) or next(others) for size in t.shape)
-            before, arrow, after = stage.pattern.text.partition(" ->")
-            return said + (
-                f"Its pattern does not mention {param!r} of shape {tuple(t.shape)}, which so came whole; if that has "
-                f"the dim too, write '{before}, {param}={dims}{arrow}{after}'"
-            )
-    return said + f"If it computes over {name!r}, write [{name}] in '{stage.pattern.text}'"
