@@ -6,6 +6,7 @@ A name is loaded when it is first used.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,12 +77,12 @@ for _package in ("check", "plan"):  # of functions' names, which they would take
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, each loaded when it is used."""
-    if name == "embedded":
-        return import_module("dsp.embedded")
+    """The public names and the modules, each loaded when it is used."""
     if name in FOUND_IN:
         found = globals()[name] = getattr(import_module(f"dsp.{FOUND_IN[name]}"), name)
         return found
+    if not name.startswith("_") and find_spec(f"dsp.{name}") is not None:
+        return import_module(f"dsp.{name}")
     raise AttributeError(f"module 'dsp' has no attribute {name!r}")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -63,6 +64,7 @@ def inexact(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+@cache
 def added_in(dtype: torch.dtype) -> torch.dtype:
     """The type in which an all-reduce adds: its own, but for those that no backend adds up."""
     if dtype in CARRIED or (dtype.is_complex and dtype.itemsize > 4):  # complex: two real numbers
@@ -74,6 +76,7 @@ def added_in(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype.itemsize < 4 else torch.int64
 
 
+@cache
 def summed_in(dtype: torch.dtype) -> torch.dtype:
     """The type in which sums of each rank's own are added up: fp32 at least."""
     if dtype == torch.bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import dsp.collectives  # noqa: F401 (its ops)
 from dsp.layout import Axis, Cut, factor
 from dsp.observers import run_observed, save_observer
 from dsp.planner import fuses

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import dsp
+import dsp.collectives  # its ops
 import zoo
 from benchmarks.gpu_parts import Cases, Machine, Part, Row, mesh_of
 from benchmarks.gpu_parts.group import functions

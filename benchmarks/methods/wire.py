@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import dsp
+import dsp.collectives  # its ops
 from benchmarks.common import Panel, Series, circumstances, figure, line, options, table, write_down
 from benchmarks.methods.hosts import Hosts, Ranks, sent, serve, stoppable, why_not
 from benchmarks.methods.rivals import COLOURS, METHODS, RECOMPUTE, Shape, Step, formula

@@ -118,6 +118,8 @@ def imports(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "dsp":
             whole = {f"{node.module}.{a.name}" for a in node.names}
             found |= whole & names or {str(node.module)}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.partition(".")[0] == "dsp"}
     return found
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import dsp
+import dsp.collectives  # its ops
 from dsp import private
 from tests.support.paths import ROOT
 from tests.support.slow import slow
@@ -497,6 +498,12 @@ HIDDEN = re.compile(
     r"|\._(?:version|is_view|values|apply)\b|torch\.multiprocessing\.reductions"
 )
 REGISTERED = re.compile(r"torch\.ops\.(_c10d_functional\.|aten\._|torch_attn\._)")  # names of ops
+
+
+def test_the_module_of_functions_that_read_no_place() -> None:
+    from torch.nn.attention.flex_attention import flex_attention, noop_mask
+
+    assert flex_attention.__module__ == noop_mask.__module__ == private.FLEX
 
 
 def test_nowhere_else() -> None:
