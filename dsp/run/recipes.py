@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from dsp.plan.script import PlannedNode, Via
 from dsp.rules import Frame, Outcome
 from dsp.rules.functions import ALIASES, DENSE, FOLDS, draws
 from dsp.run.lookup import NUMBERS, NoKey
-from dsp.run.whole import GlueCall, cut_at
+from dsp.run.whole import GlueCall
 from dsp.sharded import Sharded
 
 log = logging.getLogger("dsp")
@@ -169,6 +170,22 @@ class RuledCall(GlueCall):
     """The same, with what the rules have to know of it."""
 
     @property
+    def known(self) -> bool:
+        """Tell whether a plan or record tells what this is in memory: a view, or a copy."""
+        return self.node is not None and self.node.exact
+
+    @property
+    def numbers(self) -> Iterator[int]:
+        """Those of its results in the record, and for more than it has there -1."""
+        return chain(() if self.node is None else self.node.results, repeat(-1))
+
+    @property
+    def asked(self) -> Sequence[Cut | None]:
+        """How its tensors lie, or have to by the plan."""
+        planned = None if self.step is None else self.step.cuts
+        return list(map(cut_at, self.shells)) if planned is None else planned
+
+    @property
     def planned(self) -> bool:
         """Tell whether a plan made ahead tells that."""
         return self.known and not self.run.script.recorded  # type: ignore[union-attr]
@@ -189,6 +206,10 @@ class RuledCall(GlueCall):
         axis = self.run.axis
         apart = self.step is not None and self.step.apart
         return Frame(self.what.name, *replaced(self.args, self.kwargs, stream), axis.size, axis.rank, self.func, apart)
+
+
+def cut_at(t: Sharded | None) -> Cut | None:
+    return None if t is None else t.at.cut
 
 
 def derive(op: RuledCall) -> Recipe:

@@ -80,22 +80,6 @@ class GlueCall:
         return -1 if self.node is None else self.node.index
 
     @property
-    def known(self) -> bool:
-        """Tell whether a plan or record tells what this is in memory: a view, or a copy."""
-        return self.node is not None and self.node.exact
-
-    @property
-    def numbers(self) -> Iterator[int]:
-        """Those of its results in the record, and for more than it has there -1."""
-        return chain(() if self.node is None else self.node.results, repeat(-1))
-
-    @property
-    def asked(self) -> Sequence[Cut | None]:
-        """How its tensors lie, or have to by the plan."""
-        planned = None if self.step is None else self.step.cuts
-        return list(map(cut_at, self.shells)) if planned is None else planned
-
-    @property
     def via(self) -> Sequence[Sequence[Via]]:
         """The copies to be made of each of its tensors first."""
         return self.step.via if self.step is not None else []
@@ -103,10 +87,6 @@ class GlueCall:
     @property
     def push(self) -> list[Cut | None]:
         return self.step.push if self.step is not None else []
-
-
-def cut_at(t: Sharded | None) -> Cut | None:
-    return None if t is None else t.at.cut
 
 
 class GlueOnWholes(Between):
