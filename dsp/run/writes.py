@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from dsp.layout import Axis, Cut
-from dsp.private import StorageWeakRef
+from dsp.private import StorageWeakRef, is_alias
 from dsp.rules import GlueError
 from dsp.run.views import forget
 from dsp.sharded import Moved, Sharded, carry
-from dsp.tensors import memory, tensors_in, version
+from dsp.tensors import memory, overlap, tensors_in, version
 
 # the writes that are refused
 MISSED = (
@@ -87,6 +87,18 @@ class Writes:
             of = copied.get(memory(t))
             if of is not None:
                 self.mark(t, of)
+
+    def mark_moved(
+        self, made: Sequence[Tensor], results: Sequence[Tensor], moves: Sequence[bool], given: Sequence[Tensor]
+    ) -> None:
+        """Mark those of a stage's results that moved, as `made`, and shared memory with another, or with an input.
+
+        The plan moves none such if its forward wrote into the memory later; this one may.
+        """
+        for t, own, moved in zip(made, results, moves):
+            for x in (*results, *given) if moved and own.numel() else ():
+                if x is not own and is_alias(own, x) and overlap(own, x):
+                    self.mark(t, memory(own))
 
     def mark(self, t: Tensor, copied: Any) -> None:
         """Note that the memory of `t` is a copy of `copied`, a memory or a text that names it."""
