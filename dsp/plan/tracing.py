@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from dsp.compile_off import CompileOff
 from dsp.layout import Cut
@@ -93,7 +94,8 @@ def trace(
     for again in (True, False):
         loaded = compiler_loaded()
         try:
-            with World(model, args, kwargs, data=real, own=own):
+            # what an activation checkpoint around the model keeps is of the run alone
+            with World(model, args, kwargs, data=real, own=own), saved_tensors_hooks(lambda t: t, lambda t: t):
                 with Rehearsal(model, stages, How(**how)) as rehearsal:
                     found = rehearsal.run(root, args, kwargs, n)
             break

@@ -20,7 +20,7 @@ from dsp.plan.choices import trace_of
 from dsp.plan.events import Trace
 from dsp.plan.recorder import Recorder
 from dsp.plan.script import INPUTS, Script, Where
-from dsp.private import StorageWeakRef
+from dsp.private import StorageWeakRef, checkpoint_frame, saving_hooks
 from dsp.rows import Rows, read_rows
 from dsp.rules import GlueError
 from dsp.run.lookup import NUMBERS, Lookup
@@ -62,6 +62,7 @@ class Run(Lookup):
         self.coming: dict[StorageWeakRef, Callable[[], None]] = {}  # memory whose numbers are under way; waits for them
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
         self.recorder: Recorder | None = None  # when no plan could be made ahead: this run, for the next ones
+        self.within = checkpoint_frame() if saving_hooks(False) is not None else None  # which calls the model anew
         self.mode: Any = None  # `dsp.run.glue.Glue`, while it is the one that runs
 
     @contextmanager

@@ -361,7 +361,7 @@ def _sharded(args: Any, kwargs: Any) -> list[Sharded]:
 def note_checkpoint(run: Run) -> None:
     """Inside a checkpointed region: let its recomputation in backward run under this run's script again."""
     frame = checkpoint_frame()
-    if frame is None or Recompute.known(frame, note_checkpoint):
+    if frame is None or frame is run.within or Recompute.known(frame, note_checkpoint):
         return
     if run.by_graph:
         raise Unfit("it has an activation checkpoint")
