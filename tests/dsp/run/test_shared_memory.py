@@ -32,7 +32,7 @@ class Thirds(nn.Linear):
 
 
 class View(nn.Module):
-    """What it was given, in a view."""
+    """A view of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.view_as(x)
