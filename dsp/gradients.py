@@ -98,9 +98,9 @@ class HandedOver(Wrap):
 
 def _refuse(reason: str) -> None:
     raise RuntimeError(
-        f"this backward would give wrong gradients: {reason}. Use dsp.mean(loss, weight), or dsp.gather(x) before "
-        "reducing. If x is passed on to the next part of a pipeline, which sends its gradient back, pass on "
-        "dsp.hand_over(x) instead"
+        f"this backward would give wrong gradients: {reason}. Reduce it with dsp.mean(loss) or dsp.mean(loss, weight), "
+        "or call dsp.gather on the model's output before reducing. If the output is passed on to the next part of a "
+        "pipeline, which sends its gradient back, pass on dsp.hand_over(output) instead"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import os
@@ -13,7 +14,8 @@ import torch
 
 _DSP = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-INSIDE = tuple(path + os.sep for path in (_DSP, _TORCH, os.path.join(os.path.dirname(_TORCH), "einops")))
+_OURS = (_DSP, _TORCH, os.path.join(os.path.dirname(_TORCH), "einops"))
+INSIDE = (*(path + os.sep for path in _OURS), os.path.abspath(contextlib.__file__))
 
 
 class Line(NamedTuple):
@@ -35,7 +37,7 @@ class Line(NamedTuple):
 
 @functools.cache
 def inside(filename: str) -> bool:
-    """Tell whether a file is one of dsp, torch or einops."""
+    """Tell whether a file is one of dsp, torch or einops, or runs their context managers."""
     return os.path.abspath(filename).startswith(INSIDE)
 
 

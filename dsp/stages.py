@@ -235,6 +235,6 @@ def _unmatched(pattern: str, names: list[str], model: str) -> str:
     generic = sorted({".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names if n})
     close = difflib.get_close_matches(pattern, generic, 3, 0.5) or generic[:8]
     return (
-        f"stage pattern {pattern!r} matches no submodule of {model}; '*' stands for one component of a path. "
+        f"stage key {pattern!r} matches no submodule of {model}; '*' stands for one component of a path. "
         f"Some that exist: {', '.join(close)}"
     )

@@ -7,8 +7,10 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -39,6 +41,23 @@ def memory(t: Tensor) -> StorageWeakRef:
             return StorageWeakRef(t.untyped_storage())
         except NotImplementedError:  # sparse
             return StorageWeakRef((values_of(t) if t.layout == torch.sparse_coo else t.values()).untyped_storage())
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors of one memory have an element in common, as chunks of one dim have none."""
+    try:
+        return np.shares_memory(_addresses(a), _addresses(b), max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _addresses(t: Tensor) -> Any:
+    """An array of bytes in the place of a tensor, on any device; nobody may read it."""
+    with torch._C.DisableTorchFunction():
+        size, address = t.element_size(), t.data_ptr()
+        strides = *(s * size for s in t.stride()), 1
+        place = {"shape": (*t.shape, size), "strides": strides, "typestr": "|u1", "data": (address, True), "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=place))
 
 
 Edge = tuple[Any, int]  # a node of autograd, and which of its results

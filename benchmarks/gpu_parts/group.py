@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import dsp
@@ -22,9 +23,9 @@ import zoo
 from benchmarks.gpu_parts import Cases, Machine, Part, Row, error, mesh_of
 from benchmarks.gpu_parts.runner import told
 
-UNSURE = "ring"  # gloo may not send a CUDA tensor from rank to rank
 PATIENCE = timedelta(seconds=40)
 Check = Callable[[Machine, DeviceMesh], Row]
+LOSSY = {"bf16": 0.02, "fp8": 0.2, "int8": 0.2}  # the largest relative error
 
 
 # ------------------------------------------------------------------------------------- several ranks on one GPU: gloo
@@ -107,6 +108,60 @@ def by_method(machine: Machine, mesh: DeviceMesh, method: str) -> Row:
     return {"ok": off < 1e-10, "output": off}
 
 
+def travelling(machine: Machine, mesh: DeviceMesh, options: dict[str, Any]) -> Row:
+    """Outputs and gradients with switches that travel otherwise, against plain ones: equal but for fewer bits."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for given in ({}, options):
+        torch.manual_seed(0)
+        with torch.device(machine.device):
+            model: Any = zoo.create("transformer2d", "test", hidden=64)
+            inputs = model.example_inputs(2, frames=8, height=16, width=16)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.1)
+        dsp.parallelize(model, mesh, **given)
+        for _ in range(2):  # of which the second makes no plan
+            model.zero_grad()
+            y = model(**inputs)
+            dsp.mean(y.square()).backward()
+        found.append((y.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    row = {what: error(a, b) for what, a, b in zip(("output", "gradients"), found[1], found[0])}
+    limit = LOSSY.get(options.get("wire", ""), 1e-5)
+    return {"ok": max(row.values()) < limit and (limit < 1e-3 or min(row.values()) > 0), **row}
+
+
+class Causal(nn.Module):
+    """Causal attention of one head, between stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (3, 1, -1)).permute(2, 0, 3, 1, 4)
+        return x + scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2).repeat(1, 1, 3)
+
+
+def dealt(machine: Machine, mesh: DeviceMesh) -> Row:
+    """Causal attention along sharded queries, which ranks deal among them so that each has as much to do."""
+    x = torch.randn(1, 30, 48, device=machine.device)
+    report = dsp.check(Causal(), (x,), mesh=mesh, stages={"": "x=b n c"})
+    right = report.output is not None and report.output < 1e-9
+    return {"ok": right, "output": report.output} | ({} if right else {"error": "; ".join(report.problems)[:400]})
+
+
+def causal_ring(machine: Machine, mesh: DeviceMesh) -> Row:
+    """The causal ring by pairs of blocks, outputs and gradients of this rank's places, against one process."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 30, 2, 16, device=machine.device).requires_grad_() for _ in range(3)]
+    wanted = scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole), is_causal=True).transpose(1, 2)
+    own = [x.detach().chunk(mesh.size(), 1)[mesh.get_local_rank()].clone().requires_grad_() for x in whole]
+    y = dsp.embedded.ring_attention(*own, 30, mesh.get_group().group_name, causal=True)
+    row = {}
+    for name, mine, theirs in zip("yqkv", (y, *gradients(y, own)), (wanted, *gradients(wanted, whole))):
+        row[name] = error(mine, theirs.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+    return {"ok": max(row.values()) < 1e-4, **row}
+
+
+def gradients(y: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y.square().sum(), of)
+
+
 def not_waiting(machine: Machine, mesh: DeviceMesh) -> Row:
     """A call whose plan is known makes the host wait for nothing: torch raises where one of its operations would."""
     with torch.device(machine.device):
@@ -139,6 +194,13 @@ def disagreeing(machine: Machine, mesh: DeviceMesh) -> Row:
     return {"ok": False, "error": "nobody noticed"}
 
 
+UNSURE: dict[
+    str, Check
+] = {  # last: gloo may not send a CUDA tensor from rank to rank, and who waits for it may be lost
+    **{way: partial(travelling, options={"route": dsp.Route(way, 2)}) for way in ("hierarchical", "rounds")},
+    "causal ring": causal_ring,
+    "ring": partial(by_method, method="ring"),
+}
 CHECKS: dict[str, Check] = {
     "functions": functions,
     **{
@@ -151,15 +213,23 @@ CHECKS: dict[str, Check] = {
     "checkpoints round stages": partial(recomputed, kept=True),
     "checkpoints round blocks": partial(recomputed, kept=False),
     **{method: partial(by_method, method=method) for method in ("ulysses", "megatron_lm", "megatron_sp")},
+    **{
+        " ".join(f"{k}={v}" for k, v in options.items()): partial(travelling, options=options)
+        for options in (*({"wire": wire} for wire in LOSSY), {"overlap": 2}, {"overlap": 2, "wire": "fp8"})
+    },
+    "causal, queries dealt": dealt,
     "the host waits for nothing": not_waiting,
     "different inputs": disagreeing,
-    UNSURE: partial(by_method, method="ring"),  # last, for who waits for it in vain may be lost
+    **UNSURE,
 }  # fmt: skip
-TINY = ("functions", "check transformer2d", "checkpoints round stages", "ulysses", "different inputs", "ring")
+TINY = (
+    "functions", "check transformer2d", "checkpoints round stages", "ulysses", "wire=fp8", "overlap=2",
+    "causal, queries dealt", "different inputs", "ring",
+)  # fmt: skip
 
 
 def failed(machine: Machine, name: str, why: str) -> Row:
-    if name == UNSURE and not machine.dry:
+    if name in UNSURE and not machine.dry:
         return {"ok": None, "note": f"gloo does not do this: {why}"}
     return {"ok": False, "error": why}
 

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from zoo.training.schedule import learning_rate
 
 import dsp
 import zoo
@@ -31,6 +30,7 @@ from dsp import wire as formats
 from dsp.private import TorchDispatchMode
 from zoo.training import config as cfg
 from zoo.training.model import mean_losses
+from zoo.training.optim import learning_rate
 
 RULE = "|---" * 5 + "|"
 WIRES = ("same", "bf16", "fp8", "int8")

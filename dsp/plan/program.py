@@ -56,7 +56,7 @@ class Program:
 
         One that no use needs as its producer gave it is switched there: the earliest place, and in the producer's own
         dtype; all other moves happen at the use. So do those of what was written in place, which is read by way of the
-        tensor that was written, and of a whole tensor that was stretched.
+        tensor that was written, of what shares memory with it, and of a whole tensor that was stretched.
         """
         made = {v: (step, key) for step in self.found.steps for v, key in zip(step.op.outputs, step.choice.gives)}
         found: dict[int, Layout] = {}
@@ -64,8 +64,8 @@ class Program:
             if v not in made or first.kind == "gather":
                 continue
             step, home = made[v]
-            apart = step.event.written or step.event.kind == "source"
-            if not apart and home not in self.used.get(v, set()) and all(m.src != home for m in rest):
+            stays = step.event.written or step.event.kind == "source" or self.trace.values[v].fixed
+            if not stays and home not in self.used.get(v, set()) and all(m.src != home for m in rest):
                 found[v] = first.dst
         return found
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from dsp.between import Between, suspects, unrunnable
 from dsp.calls import GlueError
@@ -165,9 +166,11 @@ class Rehearsal:
     @contextmanager
     def followed(self, tracer: Tracer) -> Iterator[None]:
         """Around the forward: the tracer sees its operations, and nobody its warnings."""
-        with CompileOff(), any_device(), self.mode, tracer.watch, tracer, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the model has to say it says when it runs
-            yield
+        # what an activation checkpoint around the model keeps is of the run alone
+        with saved_tensors_hooks(lambda t: t, lambda t: t), CompileOff(), any_device(), self.mode, tracer.watch, tracer:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what the model has to say it says when it runs
+                yield
 
     def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int) -> Trace | None:
         """The problem of a call with such inputs."""

@@ -17,7 +17,7 @@ from dsp.layout import Axis, Cut, cut_of
 from dsp.methods import RankPart
 from dsp.moves import Part, switch_all
 from dsp.plan.script import INPUTS, Script, Where
-from dsp.private import StorageWeakRef
+from dsp.private import StorageWeakRef, checkpoint_frame, saving_hooks
 from dsp.run.lookup import NUMBERS, Lookup
 from dsp.run.views import Views
 from dsp.run.writes import Writes, copy_source
@@ -58,6 +58,7 @@ class Run(Lookup):
         self.witness: Any = None  # a hook for the gradients of what it returns
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
         self.recorder: Any = None  # when no plan could be made ahead: this run, for the next ones
+        self.within = checkpoint_frame() if saving_hooks(False) is not None else None  # which calls the model anew
         self.mode: Any = None  # `dsp.run.whole.GlueOnWholes`, while it is the one that runs
 
     @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
 from dsp.stages import Option, Stage
 from dsp.tensors import constants_in, map_tensors, memory, tensors_in, version
+
+shape_of = attrgetter("shape")
 
 
 @dataclass(eq=False)
@@ -282,6 +285,7 @@ class StageCalls:
         if any(moving):
             parts = [Part(t, at.cut, cut or at.cut, at.shape) for t, at, cut in zip(tensors, landings, push)]
             pushed = run.land(parts, numbers)
+            run.writes.mark_moved(pushed, tensors, moving, [x.part for x in given])
         else:
             pushed = [carry(t, at, run.first + number) for t, at, number in zip(tensors, landings, numbers)]
         for t, own, moves in zip(pushed, tensors, moving):
@@ -291,7 +295,7 @@ class StageCalls:
 
     def landings(self, run: Run, stage: Stage, decision: StageDecision, tensors: list[Tensor]) -> list[At]:
         """Where the results of a stage lie."""
-        shapes = tuple(t.shape for t in tensors)
+        shapes = tuple(map(shape_of, tensors))
         if (found := decision.landings.get(shapes)) is None:
             made = repeat(None) if decision.step is None else decision.step.made
             results = zip(tensors, stage.outputs(tensors), made)

@@ -236,7 +236,7 @@ def sharded_in(args: Any, kwargs: Any) -> list[Sharded]:
 def note_checkpoint(run: Run) -> None:
     """Inside a checkpointed region: let its recomputation in backward run under this run's script again."""
     frame = checkpoint_frame()
-    if frame is None or Recompute.known(frame, note_checkpoint):
+    if frame is None or frame is run.within or Recompute.known(frame, note_checkpoint):
         return
     if run.by_graph:
         raise Unfit("it has an activation checkpoint")

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from dsp.calls import GlueError
 from dsp.layout import Axis, Cut
-from dsp.private import StorageWeakRef
+from dsp.lines import line_now
+from dsp.private import StorageWeakRef, is_alias
 from dsp.run.views import forget
 from dsp.sharded import Moved, Sharded, carry
-from dsp.tensors import memory, tensors_in, version
+from dsp.tensors import memory, overlap, tensors_in, version
 
 # the writes that are refused
 MISSED = (
-    "{who} wrote in place into a copy (the tensor, or a view of it, had been switched or gathered), and now the "
-    "original, or a view of it, is read without that write. Use an out-of-place operation"
+    "{who} wrote in place into a copy: its tensor, or one that shares its memory, had been switched or gathered. What "
+    "it was copied from missed that write, and is read now. Use an out-of-place operation"
 )
 INTO_COPY = "{who} writes in place into {what}; write it out of place"
 INTO_PART = "{who} writes in place into its shard of a tensor that is replicated; write it out of place"
@@ -36,40 +37,44 @@ def copy_source(t: Tensor) -> Any:
 class Writes:
     """The writes of one forward.
 
-    stale: memory that has missed a write, whose write, and into what memory it was; copied: memory, and that of a copy
-    that results are views of; has_copies: whether a whole tensor is a copy that may not be written.
+    stale: memory that has missed a write, whose write, where, and into what memory it was; copied: memory, and that of
+    a copy that results are views of; has_copies: whether a whole tensor is a copy that may not be written.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.stale: list[tuple[StorageWeakRef, str, StorageWeakRef]] = []
+        self.stale: list[tuple[StorageWeakRef, str, str, StorageWeakRef]] = []
         self.copied: list[tuple[Any, StorageWeakRef]] = []
         self.has_copies = False
 
     def refuse_stale(self, t: Tensor) -> None:
         """Raise GlueError if the memory of a tensor has missed a write in place."""
-        for missed, name, _ in self.stale:
+        for missed, name, line, _ in self.stale:
             if missed == memory(t):
-                raise GlueError(MISSED.format(who=name))
+                error = GlueError(MISSED.format(who=name))
+                error.line = line
+                raise error
 
     def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
         """Note a write in place into `local`, which stands for `t`: other memory of the same tensor is stale then."""
         copied, by = copy_source(t), memory(local)
         if isinstance(copied, str):
             raise GlueError(INTO_COPY.format(who=who, what=copied))
-        if copied is not None:
-            self.stale.append((copied, who, by))
         if not isinstance(t, Sharded) and local is not t:
             raise GlueError(INTO_PART.format(who=who))
+        missed = [copied] if copied is not None else []
         if memory(t) != by:
-            self.stale.append((memory(t), who, by))
-        self.stale += [(copy, who, by) for of, copy in self.copied if of == (copied or memory(t)) and copy != by]
+            missed.append(memory(t))
+        missed += [copy for of, copy in self.copied if of == (copied or memory(t)) and copy != by]
+        if missed:
+            line = line_now()
+            self.stale += [(other, who, line, by) for other in missed]
 
     def written_back(self, x: Tensor, index: Any, value: Any) -> None:
         """Note that `x[index] = value` comes next: if value is a copy of that part, x misses none of its writes."""
         read = value.__dict__.get("_dsp_read") if isinstance(value, Tensor) else None
         if read is not None and read[0] is x and read[1] == index:
-            self.stale = [s for s in self.stale if (s[0], s[2]) != (memory(x), memory(value))]
+            self.stale = [s for s in self.stale if (s[0], s[-1]) != (memory(x), memory(value))]
 
     def mark_copies(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
         """Mark results that are views of a copy: what is written into them the tensor that was copied must not miss."""
@@ -87,6 +92,18 @@ class Writes:
             of = copied.get(memory(t))
             if of is not None:
                 self.mark(t, of)
+
+    def mark_moved(
+        self, made: Sequence[Tensor], results: Sequence[Tensor], moves: Sequence[bool], given: Sequence[Tensor]
+    ) -> None:
+        """Mark those of a stage's results that moved, as `made`, and shared memory with another, or with an input.
+
+        The plan moves none such if its forward wrote into the memory later; this one may.
+        """
+        for t, own, moved in zip(made, results, moves):
+            for x in (*results, *given) if moved and own.numel() else ():
+                if x is not own and is_alias(own, x) and overlap(own, x):
+                    self.mark(t, memory(own))
 
     def mark(self, t: Tensor, copied: Any) -> None:
         """Note that the memory of `t` is a copy of `copied`, a memory or a text that names it."""

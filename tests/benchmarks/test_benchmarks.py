@@ -40,6 +40,12 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def test_every_script_finds_what_it_imports(script) -> None:
+    for path in sorted(SCRIPTS.rglob("*.py")):
+        if path.name != "__init__.py":
+            script(path.relative_to(SCRIPTS).with_suffix("").as_posix().replace("/", "."))
+
+
 # ------------------------------------------------------------------------------------------------------------ formulas
 
 

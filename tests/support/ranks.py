@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing import Pipe, connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,8 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _worker(rank: int, world: int, parts: bool, store: str, pipe: Any) -> None:
+    if os.fstat(2).st_rdev == os.stat(os.devnull).st_rdev:  # nobody sees what it says, unless it dies of it
+        os.dup2(os.open(f"{store}-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -97,14 +100,21 @@ class Pool:
         self.world, self.parts = world, parts
         self.workers: list[tuple[int, Any]] = []  # process id, pipe
         self.jobs = 0
+        self.store = ""
 
     def start(self) -> None:
-        store = tempfile.mktemp(prefix="dsp-tests-")
+        self.store = tempfile.mktemp(prefix="dsp-tests-")
         for rank in range(self.world):
             here, there = Pipe()
-            socket.send_fds(SERVER[0], [pickle.dumps((rank, self.world, self.parts, store))], [there.fileno()])
+            socket.send_fds(SERVER[0], [pickle.dumps((rank, self.world, self.parts, self.store))], [there.fileno()])
             self.workers.append((int(SERVER[0].recv(20)), here))
             there.close()
+
+    def last_words(self, rank: int) -> str:
+        """The end of what a rank wrote to its stderr, with the stacks that faulthandler adds."""
+        with contextlib.suppress(OSError):
+            return Path(f"{self.store}-{rank}").read_text(errors="replace")[-12_000:]
+        return ""
 
     def stop(self) -> None:
         """End the ranks: those that wait for a job by themselves, others within a second."""
@@ -117,6 +127,8 @@ class Pool:
                     os.kill(process, 0)
                     time.sleep(0.01)
                 os.kill(process, signal.SIGKILL)
+        for file in Path(self.store).parent.glob(f"{Path(self.store).name}*") if self.workers else ():
+            file.unlink(missing_ok=True)
         self.workers = []
 
     def __call__(self, fn: Callable[..., Any], n: int | str, *args: Any) -> list[Any]:
@@ -137,7 +149,7 @@ class Pool:
                 try:
                     ok, value = pipe.recv() if ready else (False, "no answer")
                 except EOFError:
-                    ok, value, lost = False, "the process died", True
+                    ok, value, lost = False, f"{self.last_words(rank)}the process died", True
                 lost = lost or not ready
                 (results if ok else errors)[rank] = value
         if errors:

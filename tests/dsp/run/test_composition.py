@@ -649,6 +649,29 @@ def test_a_checkpoint_around_two_stages_repeats_the_switch_between_them(mesh: De
     assert [phase.calls["switch"] for phase in (comm.forward, comm.backward, comm.recompute)] == [2, 2, 1]
 
 
+class Outer(nn.Module):
+    """A larger model of which one part, under an activation checkpoint, is made parallel."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(toys.C, toys.C), toys.SpaceTime(forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, self.first(x).tanh(), use_reentrant=False)
+
+
+def led_by_data(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    return m.time(m.space(x)) if float(x.detach().sum()) < 1e9 else x
+
+
+@pytest.mark.parametrize("forward", [edited, led_by_data])
+def test_a_checkpoint_around_the_whole_model(mesh: DeviceMesh, forward: Any) -> None:
+    single = Outer(forward).double()
+    model = copy.deepcopy(single)
+    dsp.parallelize(model.part, mesh)
+    beside(single, model, mesh, (torch.randn(1, 5, 7, toys.C).double(),), rounds=2)
+
+
 def test_reentrant_checkpointing_is_refused(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(toys.SpaceTime(checkpointed, reentrant=True), mesh, gather_output=False)
     x = torch.randn(1, 8, 8, toys.C, requires_grad=True)

@@ -1,0 +1,126 @@
+"""Results of a stage that share memory, and writes into one of them: exact, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+from dsp.tensors import overlap
+from tests.support.beside import exact
+from tests.support.toys import C
+
+
+class Twice(nn.Linear):
+    """One result in two views."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y.view_as(y)
+
+
+class Thirds(nn.Linear):
+    """Queries, keys and values of one product: one memory, and no element in common."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(x).chunk(3, -1)
+
+
+class View(nn.Module):
+    """A view of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+class Sharing(nn.Module):
+    """Stages whose results share memory, and `glue` between them and a stage that is sharded along another dim."""
+
+    stages = {
+        "": "x=b t s c", "twice": "b t [s c] -> b t s c, b t s c", "view": "b t [s c]", "time": "b [t] s [c]",
+        "thirds": "b t [s c] -> b t s c, b t s c, b t s c",
+    }  # fmt: skip
+
+    def __init__(self, glue: Callable[[Sharing, Tensor], Tensor], writes: bool = True) -> None:
+        super().__init__()
+        self.twice, self.thirds, self.view, self.time = Twice(C, C), Thirds(C, 3 * C), View(), Sums()
+        self.glue, self.writes = glue, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.glue(self, x * 1)
+
+
+def written_before(m: Sharing, x: Tensor) -> Tensor:
+    a, b = m.twice(x)
+    if m.writes:
+        b.mul_(2)
+    return m.time(a) + x
+
+
+def written_after(m: Sharing, x: Tensor) -> Tensor:
+    a, b = m.twice(x)
+    y = m.time(a)
+    a.mul_(2)
+    return y + b
+
+
+def input_written(m: Sharing, x: Tensor) -> Tensor:
+    y = x * 1
+    z = m.view(y)
+    y.mul_(2)
+    return m.time(z)
+
+
+def thirds(m: Sharing, x: Tensor) -> Tensor:
+    q, k, v = m.thirds(x)
+    if m.writes:
+        q.mul_(2)
+    return m.time(q) + m.time(k) * v
+
+
+@pytest.mark.parametrize("mesh", [2, 3], indirect=True)
+@pytest.mark.parametrize("glue", [written_before, input_written])
+def test_what_shares_memory_sees_a_write(mesh: DeviceMesh, glue: Callable[[Sharing, Tensor], Tensor]) -> None:
+    x = torch.randn(2, 5, 7, C, dtype=torch.float64, requires_grad=True)
+    exact(Sharing(glue).double(), mesh, (x,), gather=False, rounds=2)
+
+
+def test_a_write_into_a_copy_is_refused(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Sharing(written_after), mesh, gather_output=False)
+    with pytest.raises(dsp.GlueError, match="wrote in place into a copy"):
+        model(torch.randn(2, 5, 7, C))
+
+
+@pytest.mark.parametrize("glue", [written_before, thirds])
+def test_a_write_that_its_plan_did_not_foresee(mesh: DeviceMesh, glue: Callable[[Sharing, Tensor], Tensor]) -> None:
+    x, single = torch.randn(2, 5, 7, C, dtype=torch.float64), Sharing(glue, writes=False).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=False)
+    with torch.no_grad():
+        model(x)
+        model.writes = single.writes = True
+        if glue is written_before:
+            with pytest.raises(dsp.GlueError, match="wrote in place into a copy"):
+                model(x)
+        else:  # other elements of the memory: nothing misses the write
+            torch.testing.assert_close(dsp.gather(model(x)), single(x))
+
+
+def test_chunks_of_one_memory_have_no_element_in_common() -> None:
+    x = torch.randn(4, 6, 8)
+    q, k, _ = x.chunk(3, 1)
+    assert not overlap(q, k)
+    assert not overlap(x[::2], x[1::2])
+    assert not overlap(x[..., ::2], x[..., 1::2])
+    assert overlap(q, q.transpose(0, 1))
+    assert overlap(x[1:3], x[2:])
+    assert overlap(x[None].expand(3, 4, 6, 8), x[3, 5, 7])
