@@ -380,8 +380,8 @@ FAULTS = [
     Fault(
         "what was written in place is switched where it was written",
         "dsp/plan/program.py",
-        'apart = step.event.written or step.event.kind == "source"',
-        'apart = step.event.kind == "source"',
+        'stays = step.event.written or step.event.kind == "source" or self.trace.values[v].fixed',
+        'stays = step.event.kind == "source"',
         "dsp/run/test_hostile::test_refused_by_name",
     ),
     Fault(
