@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.messages import messages
+from dsp.wire import FORMATS, STOCHASTIC, format_for
 
 US, GB = 1e-6, 1e9
 
@@ -121,6 +122,11 @@ class Hardware:
     the mesh, `node` is 1. stream: bytes a second that memory gives operations; without it they take their FLOPs alone.
     share: of the bandwidth of a link that each kind of collective gets (`Exchange`), 1 where none is given; "direct":
     likewise an all-to-all that goes within nodes and between them at once.
+
+    packing: by format of `dsp.wire`, what a rank takes to pack what it sends and to unpack what comes, as a link has it:
+    seconds however little it is, and bytes a second of the same numbers in float32; by default what its operations
+    touch. launch: seconds of an operation that computes nothing; busy: the share of a transfer for which computing
+    stands still, since both want the same cores. Both are 0 where nobody measured them.
     """
 
     link: Link | str
@@ -130,6 +136,9 @@ class Hardware:
     node: int = 8
     stream: float = math.inf
     share: Mapping[str, float] = field(default_factory=dict, hash=False)
+    packing: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    launch: float = 0.0
+    busy: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("link", "network"):
@@ -142,6 +151,10 @@ class Hardware:
             raise ValueError(
                 f"memory is in bytes, flops and stream a second and node in ranks, got memory={self.memory!r}, "
                 f"flops={self.flops!r}, stream={self.stream!r}, node={self.node!r}"
+            )
+        if not (self.launch >= 0 and 0 <= self.busy <= 1):
+            raise ValueError(
+                f"launch is in seconds and busy a share, from 0 to 1, got launch={self.launch!r}, busy={self.busy!r}"
             )
 
     @property
@@ -187,6 +200,25 @@ class Hardware:
 
     def computing(self, flops: float, touched: float) -> float:
         return flops / self.flops + touched / self.stream
+
+    def packs(self, form: str, numbers: float, calls: int = 1) -> float:
+        """Seconds in which a rank packs so many numbers, and unpacks as many, in a format as `dsp.wire` names it."""
+        known = self.packing.get(form)
+        if known is not None:
+            return known.seconds(4 * numbers, calls)
+        touched, operations = PACKING[form]
+        return self.computing(0.0, touched * numbers) + calls * operations * self.launch
+
+
+# by format: bytes that packing and unpacking touch for each number in float32, and their operations
+PACKING: dict[str, tuple[float, int]] = {
+    "bf16": (18, 2),
+    "bf16-stochastic": (166, 34),
+    "fp8": (100, 33),
+    "fp8-stochastic": (202, 59),
+    "int8": (122, 36),
+    "int8-stochastic": (176, 57),
+}
 
 
 def messages_more(size: int, node: int) -> int:
@@ -311,24 +343,77 @@ def _link(mesh: DeviceMesh, among: Sequence[int], nbytes: int, rounds: int, name
 
 
 def measured(
-    mesh: DeviceMesh, *, node: int, dtype: torch.dtype = torch.float32, memory: float | None = None
+    mesh: DeviceMesh,
+    *,
+    node: int,
+    dtype: torch.dtype = torch.float32,
+    memory: float | None = None,
+    nbytes: int = 1 << 24,
+    rounds: int = 5,
 ) -> Hardware:
-    """The hardware at hand: its links by `measured_links`, and the rates of a matrix product and of a copy.
+    """The hardware at hand: its links by `measured_links`, the rates of a matrix product, of a copy and of packing, what
+    an operation takes that computes nothing, and how far products stand still while an exchange goes on.
 
     mesh: 1-D, all ranks, of which `node` neighbours share a machine; dtype: of the product; memory: bytes that a rank
-    may hold, by default those of its device, of a CPU the rank's share of its machine's. Collective: call it on every
-    rank; all get the same answer, that of the slowest.
+    may hold, by default those of its device, of a CPU the rank's share of its machine's; nbytes: that a rank sends in a
+    large exchange. Collective: call it on every rank; all get the same answer, that of the slowest.
     """
-    links, device = measured_links(mesh, node=node), mesh.device_type
+    links, device = measured_links(mesh, node=node, nbytes=nbytes), mesh.device_type
     side, length = (8192, 1 << 28) if device == "cuda" else (512, 1 << 23)
     x = torch.ones(side, side, dtype=dtype, device=device)
     y = torch.ones(length, dtype=torch.uint8, device=device)
-    product, copy = (_slowest(mesh, run, 5) for run in (lambda: x @ x, y.clone))
+    small = torch.ones(8, device=device)
+
+    def little() -> None:
+        for _ in range(LITTLE):
+            small * 1.0
+
+    product, copy, launch = (_slowest(mesh, run, rounds) for run in (lambda: x @ x, y.clone, little))
     if memory is None and device == "cuda":
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / links.node
-    return replace(links, memory=memory, flops=2 * side**3 / product, stream=2 * length / copy)
+    packing = {
+        name: _packing(mesh, name, length // 32, rounds) for name in (*FORMATS, *(n + STOCHASTIC for n in FORMATS))
+    }
+    return replace(
+        links, memory=memory, flops=2 * side**3 / product, stream=2 * length / copy, packing=packing,
+        launch=launch / LITTLE, busy=_busy(mesh, lambda: x @ x, product, nbytes, rounds),
+    )  # fmt: skip
+
+
+def _packing(mesh: DeviceMesh, name: str, numbers: int, rounds: int) -> Link:
+    """The packing of a format, as `Hardware` has it."""
+    form = format_for(name, True, 4)
+    assert form is not None
+
+    def taken(count: int) -> float:
+        x, splits = torch.ones(count, device=mesh.device_type), [count]
+        return _slowest(mesh, lambda: form.unpack(form.pack(x, splits, 0), splits, x), rounds)
+
+    least, many = taken(1), taken(numbers)
+    return Link(f"{name}, measured", least, 4 * numbers / max(many - least, 1e-9))
+
+
+def _busy(mesh: DeviceMesh, compute: Callable[[], Any], seconds: float, nbytes: int, rounds: int) -> float:
+    """The share of an exchange over all ranks by which so much computing beside it takes longer."""
+    if mesh.size() == 1:
+        return 0.0
+    send = torch.zeros(mesh.size(), max(nbytes // mesh.size(), 1), dtype=torch.uint8, device=mesh.device_type)
+    receive, group = torch.empty_like(send), mesh.get_group()
+    travels = _slowest(mesh, lambda: dist.all_to_all_single(receive, send, group=group), rounds)
+    times = math.ceil(travels / seconds)
+
+    def both() -> None:
+        work = dist.all_to_all_single(receive, send, group=group, async_op=True)
+        for _ in range(times):
+            compute()
+        work.wait()
+
+    return min(1.0, max(0.0, _slowest(mesh, both, rounds) - times * seconds) / travels)
+
+
+LITTLE = 100  # operations that are measured together
 
 
 def _slowest(mesh: DeviceMesh, run: Callable[[], Any], rounds: int) -> float:

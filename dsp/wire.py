@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SAME = "same"
+SAME, AUTO = "same", "auto"
 STOCHASTIC = "-stochastic"  # behind the name of a format: so are gradients rounded
 BLOCK = 128
 TINY = torch.finfo(torch.float32).tiny
@@ -183,6 +183,11 @@ class Wire(NamedTuple):
     @classmethod
     def of(cls, given: Any) -> Wire:
         """The formats that a user names: one for both, or each by itself. Raises ValueError for others."""
+        if given == AUTO:
+            raise ValueError(
+                f"wire={AUTO!r}: the links decide, so a plan does: take the format of dsp.plan(..., wire={AUTO!r}, "
+                "hardware=) or dsp.choose, or train with parallel=auto"
+            )
         named = given if isinstance(given, Mapping) else dict.fromkeys(cls._fields, given)
         valid = (SAME, *FORMATS)
         if not named.keys() <= {*cls._fields} or any(name not in valid for name in named.values()):
@@ -202,3 +207,9 @@ class Wire(NamedTuple):
 
 
 AS_IT_IS = Wire()
+
+
+def permitted(given: Any) -> tuple[Wire, ...]:
+    """The formats that a user leaves open, from the exact one to the fewest bits. int8 has to be asked for: it has as
+    many bytes as fp8, and the larger error in blocks with outliers."""
+    return (AS_IT_IS, Wire.of("bf16"), Wire.of("fp8")) if given == AUTO else (Wire.of(given),)

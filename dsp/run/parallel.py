@@ -453,7 +453,7 @@ class Runtime:
         return make_plan(
             t,
             {s.name: s for s in self.stages},
-            Goal(self.axis.size, wire=self.axis.wire, ways=self.axis.ways, overlap=self.overlap),
+            Goal(self.axis.size, permits=(self.axis.wire,), ways=self.axis.ways, overlap=self.overlap),
         )
 
 
