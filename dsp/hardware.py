@@ -21,11 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import gelu, layer_norm, linear
 
 from dsp.messages import messages
-from dsp.wire import FORMATS, STOCHASTIC, format_for
+from dsp.wire import format_for
 
 US, GB = 1e-6, 1e9
+LITTLE = 16  # times three operations that are measured together, forward and backward, which is two forwards
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,10 @@ class Hardware:
     share: of the bandwidth of a link that each kind of collective gets (`Exchange`), 1 where none is given; "direct":
     likewise an all-to-all that goes within nodes and between them at once.
 
-    packing: by format of `dsp.wire`, what a rank takes to pack what it sends and to unpack what comes, as a link has it:
-    seconds however little it is, and bytes a second of the same numbers in float32; by default what its operations
-    touch. launch: seconds of an operation that computes nothing; busy: the share of a transfer for which computing
-    stands still, since both want the same cores. Both are 0 where nobody measured them.
+    packing: by format of `dsp.wire`, what a rank takes to pack what it sends and to unpack what comes, as a link:
+    seconds however little it is, and bytes a second of these numbers in float32; by default what `PACKING` makes of
+    stream and launch. launch: seconds of an operation that computes nothing; busy: the share of a transfer for which
+    computing stands still, since both want the same cores. These two are 0 where nobody measured them.
     """
 
     link: Link | str
@@ -351,8 +353,8 @@ def measured(
     nbytes: int = 1 << 24,
     rounds: int = 5,
 ) -> Hardware:
-    """The hardware at hand: its links by `measured_links`, the rates of a matrix product, of a copy and of packing, what
-    an operation takes that computes nothing, and how far products stand still while an exchange goes on.
+    """The hardware at hand: its links by `measured_links`, the rates of a matrix product, of a copy and of packing, the
+    time of an operation that computes nothing, and how far products stand still while an exchange goes on.
 
     mesh: 1-D, all ranks, of which `node` neighbours share a machine; dtype: of the product; memory: bytes that a rank
     may hold, by default those of its device, of a CPU the rank's share of its machine's; nbytes: that a rank sends in a
@@ -362,23 +364,24 @@ def measured(
     side, length = (8192, 1 << 28) if device == "cuda" else (512, 1 << 23)
     x = torch.ones(side, side, dtype=dtype, device=device)
     y = torch.ones(length, dtype=torch.uint8, device=device)
-    small = torch.ones(8, device=device)
 
-    def little() -> None:
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def little() -> None:  # as a stage is made of
+        z = small = torch.ones(8, 8, device=device, requires_grad=True)
         for _ in range(LITTLE):
-            small * 1.0
+            z = gelu(linear(layer_norm(z, (8,)), small))
+        z.sum().backward()
 
     product, copy, launch = (_slowest(mesh, run, rounds) for run in (lambda: x @ x, y.clone, little))
     if memory is None and device == "cuda":
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / links.node
-    packing = {
-        name: _packing(mesh, name, length // 32, rounds) for name in (*FORMATS, *(n + STOCHASTIC for n in FORMATS))
-    }
+    packing = {name: _packing(mesh, name, length // 32, rounds) for name in PACKING}
     return replace(
         links, memory=memory, flops=2 * side**3 / product, stream=2 * length / copy, packing=packing,
-        launch=launch / LITTLE, busy=_busy(mesh, lambda: x @ x, product, nbytes, rounds),
+        launch=launch / (9 * LITTLE), busy=_busy(mesh, dtype, nbytes, rounds),
     )  # fmt: skip
 
 
@@ -395,25 +398,27 @@ def _packing(mesh: DeviceMesh, name: str, numbers: int, rounds: int) -> Link:
     return Link(f"{name}, measured", least, 4 * numbers / max(many - least, 1e-9))
 
 
-def _busy(mesh: DeviceMesh, compute: Callable[[], Any], seconds: float, nbytes: int, rounds: int) -> float:
-    """The share of an exchange over all ranks by which so much computing beside it takes longer."""
+def _busy(mesh: DeviceMesh, dtype: torch.dtype, nbytes: int, rounds: int) -> float:
+    """The share of an exchange over all ranks by which products that last as long take longer beside it."""
     if mesh.size() == 1:
         return 0.0
     send = torch.zeros(mesh.size(), max(nbytes // mesh.size(), 1), dtype=torch.uint8, device=mesh.device_type)
     receive, group = torch.empty_like(send), mesh.get_group()
+    x = torch.ones(512, 512, dtype=dtype, device=mesh.device_type)
     travels = _slowest(mesh, lambda: dist.all_to_all_single(receive, send, group=group), rounds)
-    times = math.ceil(travels / seconds)
+    times = math.ceil(travels / _slowest(mesh, lambda: x @ x, rounds))
+
+    def compute() -> None:
+        for _ in range(times):
+            x @ x
 
     def both() -> None:
         work = dist.all_to_all_single(receive, send, group=group, async_op=True)
-        for _ in range(times):
-            compute()
+        compute()
         work.wait()
 
-    return min(1.0, max(0.0, _slowest(mesh, both, rounds) - times * seconds) / travels)
-
-
-LITTLE = 100  # operations that are measured together
+    alone, together = (_slowest(mesh, run, rounds) for run in (compute, both))
+    return min(1.0, max(0.0, together - alone) / travels)
 
 
 def _slowest(mesh: DeviceMesh, run: Callable[[], Any], rounds: int) -> float:

@@ -108,7 +108,8 @@ def choose(
     given sp; by default the weights alone, whole, which is right for inference. recompute: activation checkpointing
     of every stage, so that only their inputs are kept for backward; under ``torch.no_grad()`` nothing is. wire, route,
     overlap: what switches send, how they go, and which travel while stages compute, as for `dsp.parallelize`; where
-    they are "auto", the quickest together by `hardware`. ``wire="auto"`` permits fewer bits, which are not exact. Where no plan fits, the row shows the cheapest one's peak.
+    they are "auto", the quickest together by `hardware`. ``wire="auto"`` permits fewer bits, which are not exact. Where
+    no plan fits, the row shows the cheapest one's peak.
     """
     if not sizes or any(size < 1 for size in sizes):
         raise ValueError(f"sizes are numbers of ranks, got {tuple(sizes)}")

@@ -27,7 +27,7 @@ from dsp.plan.table import Plan
 from dsp.plan.traffic import PlannedTraffic, of_links
 from dsp.routes import Route
 from dsp.stages import Stage, find_stages
-from dsp.wire import SAME, permitted
+from dsp.wire import SAME, Wire, permitted
 
 WORTH = 0.03  # of a step, that fewer bits have to save
 
@@ -81,15 +81,22 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
 def quickest(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     """The plan of the shortest step by `goal.hardware`, of those that a goal leaves open: each format that it permits
     and, where a route takes whole switches another way than their pieces, with and without overlap."""
-    best, hardware = make_plan(t, stages, goal), goal.hardware
-    if hardware is None or not any(s.kind == "switch" for s in best.switches):
-        return best
+    plans = [make_plan(t, stages, goal)]
+    if goal.hardware is None or not any(s.kind == "switch" for s in plans[0].switches):
+        return plans[0]
     also = [None] if isinstance(goal.overlap, Hardware) and goal.ways.node else []
     for wire, overlap in [*product(goal.permits, [goal.overlap, *also])][1:]:
-        other = make_plan(t, stages, replace(goal, permits=(wire,), overlap=overlap))
-        worth = WORTH if other.wire != best.wire else 0.0
-        if other.estimate.step < (1 - worth) * best.estimate.step:
-            best = other
+        plans.append(make_plan(t, stages, replace(goal, permits=(wire,), overlap=overlap)))
+    return plans[shortest([(plan.wire, plan.estimate.step) for plan in plans])]
+
+
+def shortest(steps: Sequence[tuple[Wire, float]]) -> int:
+    """The place of the shortest of some steps, the exact ones of which come first: fewer bits have to save WORTH."""
+    best = 0
+    for at, (wire, seconds) in enumerate(steps):
+        worth = WORTH if wire != steps[best][0] else 0.0
+        if seconds < (1 - worth) * steps[best][1]:
+            best = at
     return best
 
 
@@ -118,8 +125,8 @@ def plan(
     parameters whose arguments will be DTensors, sharded already, and their placement; hardware: what the ranks are and
     how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory); wire, route,
     overlap: what switches send, how they go, and which travel while stages compute, as for `parallelize`, where "auto"
-    decides by `hardware`; of `wire` it permits fewer bits, which are not exact. Raises ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits
-    in the memory.
+    decides by `hardware`; ``wire="auto"`` permits fewer bits, which are not exact. Raises ValueError on a stage that
+    does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     found, root = stages_of(model, stages)
     goal = Goal(

@@ -66,8 +66,8 @@ def facts(func: OpOverload) -> OpTraits:
 class Meter(TorchDispatchMode):
     """Peak bytes of the tensors a block of code makes, its FLOPs, what it reads and writes, and whether it is random.
 
-    `touched` counts every one of its `operations` that is no view by itself, as it runs uncompiled, in two parts: [1] is while
-    `inside` is not 0. `part`: the share of the FLOPs of what runs now that a kernel does not leave out.
+    `touched` counts every one of the `operations` by itself, views aside, as it runs uncompiled, in two parts: [1] is
+    while `inside` is not 0. `part`: the share of the FLOPs of what runs now that a kernel does not leave out.
     """
 
     def __init__(self) -> None:

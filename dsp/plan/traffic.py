@@ -84,7 +84,7 @@ class PlannedTraffic:
                 self.own[m] = most, sum(sending.calls for sending in legs or [whole])
 
     def count_packing(self, switch: Sending) -> None:
-        """What a switch in fewer bits packs. The pieces of one that travels in several have their share in `Overlapped`."""
+        """The numbers that a switch in fewer bits packs; what pieces add to that is in `Overlapped`."""
         value, src = switch.value, switch.src
         if switch.kind == "switch" and value is not None and src is not None and value.packed[0] is not None:
             name = self.goal.wire.names[switch.phase == "backward"]
