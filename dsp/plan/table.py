@@ -166,7 +166,7 @@ class Plan:
 
     @property
     def how(self) -> str:
-        """What its switches do beside the default, in words: their format, their pieces, and their way over nodes."""
+        """The options of its switches that are not the default: format, pieces, and the way over several nodes."""
         pieces = {o.pieces for o in self.overlaps} - {1}
         ways = [way for _, way in self.ways.steps if way != DIRECT]
         formats = dict.fromkeys(self.wire if self.wire != AS_IT_IS else ())
