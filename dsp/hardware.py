@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import gelu, layer_norm, linear
 
 from dsp.messages import messages
 from dsp.wire import format_for
@@ -364,16 +364,21 @@ def measured(
     side, length = (8192, 1 << 28) if device == "cuda" else (512, 1 << 23)
     x = torch.ones(side, side, dtype=dtype, device=device)
     y = torch.ones(length, dtype=torch.uint8, device=device)
+    with torch.device("meta"):  # no random numbers are drawn
+        block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+    block.to_empty(device=device)
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    def little() -> None:  # as a stage is made of
-        z = small = torch.ones(8, 8, device=device, requires_grad=True)
+    def little() -> None:  # as a stage is made of; on a GPU behind a product, which the host is ahead of
+        z = torch.ones(8, 8, device=device)
+        if device == "cuda":
+            x @ x
         for _ in range(LITTLE):
-            z = gelu(linear(layer_norm(z, (8,)), small))
+            z = block(z)
         z.sum().backward()
 
-    product, copy, launch = (_slowest(mesh, run, rounds) for run in (lambda: x @ x, y.clone, little))
+    product, copy, launch = (_slowest(mesh, run, rounds, min) for run in (lambda: x @ x, y.clone, little))
     if memory is None and device == "cuda":
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if memory is None:
@@ -381,7 +386,7 @@ def measured(
     packing = {name: _packing(mesh, name, length // 32, rounds) for name in PACKING}
     return replace(
         links, memory=memory, flops=2 * side**3 / product, stream=2 * length / copy, packing=packing,
-        launch=launch / (9 * LITTLE), busy=_busy(mesh, dtype, nbytes, rounds),
+        launch=max(0.0, launch - product * (device == "cuda")) / (9 * LITTLE), busy=_busy(mesh, dtype, nbytes, rounds),
     )  # fmt: skip
 
 
@@ -392,7 +397,7 @@ def _packing(mesh: DeviceMesh, name: str, numbers: int, rounds: int) -> Link:
 
     def taken(count: int) -> float:
         x, splits = torch.ones(count, device=mesh.device_type), [count]
-        return _slowest(mesh, lambda: form.unpack(form.pack(x, splits, 0), splits, x), rounds)
+        return _slowest(mesh, lambda: form.unpack(form.pack(x, splits, 0), splits, x), rounds, min)
 
     least, many = taken(1), taken(numbers)
     return Link(f"{name}, measured", least, 4 * numbers / max(many - least, 1e-9))
@@ -417,12 +422,15 @@ def _busy(mesh: DeviceMesh, dtype: torch.dtype, nbytes: int, rounds: int) -> flo
         compute()
         work.wait()
 
-    alone, together = (_slowest(mesh, run, rounds) for run in (compute, both))
+    alone, together = (_slowest(mesh, run, rounds, min) for run in (compute, both))
     return min(1.0, max(0.0, together - alone) / travels)
 
 
-def _slowest(mesh: DeviceMesh, run: Callable[[], Any], rounds: int) -> float:
-    """The median seconds of `run` on the slowest rank; all ranks begin together, after two rounds that do not count."""
+def _slowest(
+    mesh: DeviceMesh, run: Callable[[], Any], rounds: int, of: Callable[[list[float]], float] = statistics.median
+) -> float:
+    """The median seconds of `run` on the slowest rank, or the least, where it waits for nobody; all ranks begin
+    together, after two rounds that do not count."""
     group, device, times = mesh.get_group(), mesh.device_type, list[float]()
     for trial in range(-2, rounds):
         dist.barrier(group)
@@ -432,7 +440,7 @@ def _slowest(mesh: DeviceMesh, run: Callable[[], Any], rounds: int) -> float:
             torch.cuda.synchronize()
         if trial >= 0:
             times.append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=device)
+    slowest = torch.tensor([of(times)], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return float(slowest)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from dsp.hardware import Hardware, Link
 
+EXCHANGE = 40  # operations that last as long as to send and receive a piece that holds nothing: 0.5 ms of a CPU
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -30,9 +32,10 @@ class Overlapped:
     reason: str = ""
 
     def more(self, hardware: Hardware, phase: Phase) -> float:
-        """Seconds that pieces cost beside one: each runs every operation, and packs, by itself."""
+        """Seconds that pieces cost beside one: each runs every operation, is sent, and packs, by itself."""
+        operations = phase.operations + EXCHANGE * self.switches
         packing = sum(hardware.packs(form, 0) for form in phase.packed)
-        return (self.pieces - 1) * (phase.operations * hardware.launch + packing)
+        return (self.pieces - 1) * (operations * hardware.launch + packing)
 
     def costs(self, hardware: Hardware) -> float:
         """Seconds of a step likewise."""

@@ -239,9 +239,9 @@ def test_a_plan_packs_what_its_switches_send() -> None:
     assert dsp.plan(Products(), (x,), size=1, wire="fp8", gather_output=False).packs == {}
 
 
-def chosen(bandwidth: float, wire: object = "auto", **changes: object) -> dsp.Sizing:
+def chosen(bandwidth: float, wire: object = "auto", flops: float = 1e9, **changes: object) -> dsp.Sizing:
     link = dsp.Link("wire", 0.0, bandwidth)
-    on = dsp.Hardware(link, 1e12, 1e9, stream=1e9, node=64, **changes)  # type: ignore[arg-type]
+    on = dsp.Hardware(link, 1e12, flops, stream=1e9, node=64, **changes)  # type: ignore[arg-type]
     return dsp.choose(Products(), torch.empty(1, 64, 64, 8), hardware=on, sizes=(1, 2), wire=wire)  # type: ignore[arg-type]
 
 
@@ -259,7 +259,7 @@ def test_fewer_bits_are_chosen_where_they_are_permitted_and_save_time() -> None:
     assert rows[0].endswith("switches")
     assert rows[2].endswith(" -")
     assert rows[3].endswith(" fp8")
-    assert "fastest: sp=2, switches bf16, " in str(chosen(1e7))
+    assert "fastest: sp=2, switches fp8, " in str(chosen(3e6, flops=1e8))
     assert "switches" not in str(chosen(1e9))
 
 
