@@ -116,6 +116,8 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
         first.setdefault((c.timing.dp, c.timing.sp, c.timing.method), c)
     head = ["dp x sp", "method", "recomputed", "switches", "a step", "computing", "sequence's traffic", "memory a rank"]
     rows = [head, *(c.row() for c in first.values())]
+    if all(row[3] == "-" for row in rows[1:]):  # switches as they are, everywhere
+        rows = [row[:3] + row[4:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows]
     sent = {name: value for name, value in sent_by(best.timing.plan).items() if name in left(config)}
