@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsp import Route
 from dsp.overlap import overlap_of
-from dsp.wire import AUTO, Wire
+from dsp.wire import Wire
 from zoo.data.limits import read_bytes
 from zoo.training import UserError, complete, one_line
 from zoo.training.parts import TASKS, Parts
@@ -320,7 +320,7 @@ def _check_values(config: Config) -> None:
         if "length" in metadata and len(value) != metadata["length"]:
             raise UserError(f"{key}={value}: expected {metadata['length']} values")
     try:
-        if not (config.parallel.auto and config.parallel.wire == AUTO):
+        if not (config.parallel.auto and config.parallel.wire == "auto"):
             Wire.of(config.parallel.wire)
         Route.of(config.parallel.route)
         if config.parallel.overlap != "auto":
