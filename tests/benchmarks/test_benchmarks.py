@@ -216,7 +216,7 @@ def test_networks_are_the_same_for_the_same_seed(script) -> None:
 
 
 def test_the_choice_on_the_networks_that_were_measured(script) -> None:
-    """What was recorded is chosen again, is seldom far from the best one, and not slower than plain DSP."""
+    """The choice by what was recorded is as recorded, seldom far from the best one, and not slower than plain DSP."""
     networks = script("methods.networks")
     found = json.loads((ROOT / "benchmarks/results/networks.json").read_text())
     again = [networks.judged(found, each) for each in found["networks"]]
