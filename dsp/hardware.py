@@ -20,11 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.messages import messages
+from dsp.wire import format_for
 
 US, GB = 1e-6, 1e9
+LITTLE = 16  # times three operations that are measured together, forward and backward, which is two forwards
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,11 @@ class Hardware:
     the mesh, `node` is 1. stream: bytes a second that memory gives operations; without it they take their FLOPs alone.
     share: of the bandwidth of a link that each kind of collective gets (`Exchange`), 1 where none is given; "direct":
     likewise an all-to-all that goes within nodes and between them at once.
+
+    packing: by format of `dsp.wire`, what a rank takes to pack what it sends and to unpack what comes, as a link:
+    seconds however little it is, and bytes a second of these numbers in float32; by default what `PACKING` makes of
+    stream and launch. launch: seconds of an operation that computes nothing; busy: the share of a transfer for which
+    computing stands still, since both want the same cores. These two are 0 where nobody measured them.
     """
 
     link: Link | str
@@ -130,6 +138,9 @@ class Hardware:
     node: int = 8
     stream: float = math.inf
     share: Mapping[str, float] = field(default_factory=dict, hash=False)
+    packing: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    launch: float = 0.0
+    busy: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("link", "network"):
@@ -142,6 +153,10 @@ class Hardware:
             raise ValueError(
                 f"memory is in bytes, flops and stream a second and node in ranks, got memory={self.memory!r}, "
                 f"flops={self.flops!r}, stream={self.stream!r}, node={self.node!r}"
+            )
+        if not (self.launch >= 0 and 0 <= self.busy <= 1):
+            raise ValueError(
+                f"launch is in seconds and busy a share, from 0 to 1, got launch={self.launch!r}, busy={self.busy!r}"
             )
 
     @property
@@ -187,6 +202,25 @@ class Hardware:
 
     def computing(self, flops: float, touched: float) -> float:
         return flops / self.flops + touched / self.stream
+
+    def packs(self, form: str, numbers: float, calls: int = 1) -> float:
+        """Seconds in which a rank packs so many numbers, and unpacks as many, in a format as `dsp.wire` names it."""
+        known = self.packing.get(form)
+        if known is not None:
+            return known.seconds(4 * numbers, calls)
+        touched, operations = PACKING[form]
+        return self.computing(0.0, touched * numbers) + calls * operations * self.launch
+
+
+# by format: bytes that packing and unpacking touch for each number in float32, and their operations
+PACKING: dict[str, tuple[float, int]] = {
+    "bf16": (18, 2),
+    "bf16-stochastic": (166, 34),
+    "fp8": (100, 33),
+    "fp8-stochastic": (202, 59),
+    "int8": (122, 36),
+    "int8-stochastic": (176, 57),
+}
 
 
 def messages_more(size: int, node: int) -> int:
@@ -311,28 +345,92 @@ def _link(mesh: DeviceMesh, among: Sequence[int], nbytes: int, rounds: int, name
 
 
 def measured(
-    mesh: DeviceMesh, *, node: int, dtype: torch.dtype = torch.float32, memory: float | None = None
+    mesh: DeviceMesh,
+    *,
+    node: int,
+    dtype: torch.dtype = torch.float32,
+    memory: float | None = None,
+    nbytes: int = 1 << 24,
+    rounds: int = 5,
 ) -> Hardware:
-    """The hardware at hand: its links by `measured_links`, and the rates of a matrix product and of a copy.
+    """The hardware at hand: its links by `measured_links`, the rates of a matrix product, of a copy and of packing, the
+    time of an operation that computes nothing, and how far products stand still while an exchange goes on.
 
     mesh: 1-D, all ranks, of which `node` neighbours share a machine; dtype: of the product; memory: bytes that a rank
-    may hold, by default those of its device, of a CPU the rank's share of its machine's. Collective: call it on every
-    rank; all get the same answer, that of the slowest.
+    may hold, by default those of its device, of a CPU the rank's share of its machine's; nbytes: that a rank sends in a
+    large exchange. Collective: call it on every rank; all get the same answer, that of the slowest.
     """
-    links, device = measured_links(mesh, node=node), mesh.device_type
+    links, device = measured_links(mesh, node=node, nbytes=nbytes), mesh.device_type
     side, length = (8192, 1 << 28) if device == "cuda" else (512, 1 << 23)
     x = torch.ones(side, side, dtype=dtype, device=device)
     y = torch.ones(length, dtype=torch.uint8, device=device)
-    product, copy = (_slowest(mesh, run, 5) for run in (lambda: x @ x, y.clone))
+    with torch.device("meta"):  # no random numbers are drawn
+        block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+    block.to_empty(device=device)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def little() -> None:  # as a stage is made of; on a GPU behind a product, which the host is ahead of
+        z = torch.ones(8, 8, device=device)
+        if device == "cuda":
+            x @ x
+        for _ in range(LITTLE):
+            z = block(z)
+        z.sum().backward()
+
+    product, copy, launch = (_slowest(mesh, run, rounds, min) for run in (lambda: x @ x, y.clone, little))
     if memory is None and device == "cuda":
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / links.node
-    return replace(links, memory=memory, flops=2 * side**3 / product, stream=2 * length / copy)
+    packing = {name: _packing(mesh, name, length // 32, rounds) for name in PACKING}
+    return replace(
+        links, memory=memory, flops=2 * side**3 / product, stream=2 * length / copy, packing=packing,
+        launch=max(0.0, launch - product * (device == "cuda")) / (9 * LITTLE), busy=_busy(mesh, dtype, nbytes, rounds),
+    )  # fmt: skip
 
 
-def _slowest(mesh: DeviceMesh, run: Callable[[], Any], rounds: int) -> float:
-    """The median seconds of `run` on the slowest rank; all ranks begin together, after two rounds that do not count."""
+def _packing(mesh: DeviceMesh, name: str, numbers: int, rounds: int) -> Link:
+    """The packing of a format, as `Hardware` has it."""
+    form = format_for(name, True, 4)
+    assert form is not None
+
+    def taken(count: int) -> float:
+        x, splits = torch.ones(count, device=mesh.device_type), [count]
+        return _slowest(mesh, lambda: form.unpack(form.pack(x, splits, 0), splits, x), rounds, min)
+
+    least, many = taken(1), taken(numbers)
+    return Link(f"{name}, measured", least, 4 * numbers / max(many - least, 1e-9))
+
+
+def _busy(mesh: DeviceMesh, dtype: torch.dtype, nbytes: int, rounds: int) -> float:
+    """The share of an exchange over all ranks by which products that last as long take longer beside it."""
+    if mesh.size() == 1:
+        return 0.0
+    send = torch.zeros(mesh.size(), max(nbytes // mesh.size(), 1), dtype=torch.uint8, device=mesh.device_type)
+    receive, group = torch.empty_like(send), mesh.get_group()
+    x = torch.ones(512, 512, dtype=dtype, device=mesh.device_type)
+    travels = _slowest(mesh, lambda: dist.all_to_all_single(receive, send, group=group), rounds)
+    times = math.ceil(travels / _slowest(mesh, lambda: x @ x, rounds))
+
+    def compute() -> None:
+        for _ in range(times):
+            x @ x
+
+    def both() -> None:
+        work = dist.all_to_all_single(receive, send, group=group, async_op=True)
+        compute()
+        work.wait()
+
+    alone, together = (_slowest(mesh, run, rounds, min) for run in (compute, both))
+    return min(1.0, max(0.0, together - alone) / travels)
+
+
+def _slowest(
+    mesh: DeviceMesh, run: Callable[[], Any], rounds: int, of: Callable[[list[float]], float] = statistics.median
+) -> float:
+    """The median seconds of `run` on the slowest rank, or the least, where it waits for nobody; all ranks begin
+    together, after two rounds that do not count."""
     group, device, times = mesh.get_group(), mesh.device_type, list[float]()
     for trial in range(-2, rounds):
         dist.barrier(group)
@@ -342,7 +440,7 @@ def _slowest(mesh: DeviceMesh, run: Callable[[], Any], rounds: int) -> float:
             torch.cuda.synchronize()
         if trial >= 0:
             times.append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=device)
+    slowest = torch.tensor([of(times)], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return float(slowest)
 

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from dsp.formats import Format
 
-SAME = "same"
+SAME, AUTO = "same", "auto"
 STOCHASTIC = "-stochastic"  # behind the name of a format: so are gradients rounded
 FORMATS: dict[str, Format] = {}  # other than that, which `dsp.formats` puts here when the first is asked for
 
@@ -48,6 +48,11 @@ class Wire(NamedTuple):
         """The formats that a user names: one for both, or each by itself. Raises ValueError for others."""
         if given == SAME:
             return cls()
+        if given == AUTO:
+            raise ValueError(
+                f"wire={AUTO!r}: the links decide, so a plan does: take the format of dsp.plan(..., wire={AUTO!r}, "
+                "hardware=) or dsp.choose, or train with parallel=auto"
+            )
         named = given if isinstance(given, Mapping) else dict.fromkeys(cls._fields, given)
         valid = (SAME, *formats())
         if not named.keys() <= {*cls._fields} or any(name not in valid for name in named.values()):
@@ -67,3 +72,9 @@ class Wire(NamedTuple):
 
 
 AS_IT_IS = Wire()
+
+
+def permitted(given: Any) -> tuple[Wire, ...]:
+    """The formats that a user leaves open, from the exact one to the fewest bits. int8 has to be asked for: it has as
+    many bytes as fp8, and the larger error in blocks with outliers."""
+    return (AS_IT_IS, Wire.of("bf16"), Wire.of("fp8")) if given == AUTO else (Wire.of(given),)

@@ -1,25 +1,30 @@
-"""The step by method and option on networks that are drawn at random, and whether the cost model knows the best one.
+"""The step by method and option on networks that are drawn at random, and whether a plan's estimate finds the best one.
 
     python benchmarks/methods/networks.py              # as root; 20 networks; benchmarks/results/networks.json
     python benchmarks/methods/networks.py --networks 5 --rounds 3 --ranks 4 --out FILE
 
 A network has links with a rate, a delay and a loss of packets, between ranks in nodes (see links.py). On each network
 all configurations take turns in the same processes, round by round, so a machine that is slow for a while is slow for
-all of them. Of each configuration are told
+all of them. Of each configuration are shown
 
     seconds      a training step, forward, backward and the average of gradients, by the slowest rank: the median
+    x the best   its share of the geometric mean of its round, the median of that, over the least of all configurations
     waits        the part of it in which the rank's thread computed nothing; what overlap hides is missing there
-    predicted    the thread's computing without a network, and its traffic on the links that `dsp.hardware` measured
+    predicted    by what `dsp.hardware.measured` finds on this network, and by one step of plain DSP without a limit,
+                 which says how much slower this model computes than a product and a copy
 
-Where ranks are more than cores, a rank also waits for a core.
+The choice is that of `dsp.choose`, among these configurations: the shortest that is predicted, where fewer bits have to
+save 3%. It counts as the best where it takes no more than 1.03 of the best one's time, which is what a repetition
+differs by. Where ranks are more than cores, a rank also waits for a core.
 """
 
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +38,16 @@ from benchmarks.methods.cluster import take_turns
 from benchmarks.methods.hosts import Ranks, serve, stoppable
 from benchmarks.methods.links import Emulated, Network, Wire, why_not
 from benchmarks.methods.rivals import Shape, Step, all_ranks
+from dsp.plan.make import shortest
 
-CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # the exact ones first
     "dsp": ("dsp", {}),
     "dsp, overlapped": ("dsp", {"overlap": 4}),
+    "ulysses": ("ulysses", {}),
     "dsp, fp8 sent": ("dsp", {"wire": "fp8"}),
     "dsp, both": ("dsp", {"overlap": 4, "wire": "fp8"}),
-    "ulysses": ("ulysses", {}),
 }
+NOISE = 1.03  # of the best one's time, up to which another is as good
 STEPS: dict[str, Step] = {}  # of this rank, by configuration
 
 
@@ -78,49 +85,97 @@ def timed(name: str) -> tuple[float, float]:
     return worked, time.perf_counter() - began - worked
 
 
-def hardware(node: int) -> dict[str, Any]:
-    """The hardware that `dsp.hardware` measures here."""
-    found = dsp.hardware.measured(all_ranks(), node=node)
-    return {"link": asdict(found.link), "network": found.network and asdict(found.network), "node": found.node}
+def hardware(node: int, nbytes: int) -> dict[str, Any]:
+    """The hardware that `dsp.hardware` measures here, by exchanges of so many bytes."""
+    return asdict(dsp.hardware.measured(all_ranks(), node=node, nbytes=nbytes, rounds=9))
 
 
-# --------------------------------------------------------------------------------------------------------- the program
+# --------------------------------------------------------------------------------------- the program, from what it has
 
 
-def foretold(name: str, shape: Shape, ranks: int, links: dict[str, Any], computing: float) -> float:
-    """Seconds of a step by the cost model: what it computes, what it sends, and the average of gradients."""
-    method, how = CONFIGURATIONS[name]
-    near, far = (dsp.Link(**of) if (of := links[kind]) else None for kind in ("link", "network"))
-    plan = shape.plan(method, ranks, **how)
-    machine = dsp.Hardware(near, 1.0, plan.flops / computing, far, links["node"])  # type: ignore[arg-type]
-    weights = 4 * sum(p.numel() for p in shape.bare("meta")[0].parameters())
-    return plan.takes(machine, dsp.hardware.all_reduced(weights, ranks), overlap=False).step
+@cache
+def plans_of(shape: Shape, ranks: int) -> dict[str, dsp.Plan]:
+    return {name: shape.plan(method, ranks, **how) for name, (method, how) in CONFIGURATIONS.items()}
 
 
-def one(hosts: Emulated, ranks: Ranks, network: Network, o: Any, shape: Shape, computing: dict[str, float]) -> Any:
-    """Every configuration on one network."""
-    hosts.shape(network)
-    links = ranks.ask("hardware", node=network.node)[0]
-    rounds = take_turns(list(CONFIGURATIONS), o.rounds, lambda name: ranks.ask("timed", name=name))
-    rows = {}
-    for name, own in rounds.items():
-        ratios = [sum(parts) / sum(base) for parts, base in zip(own, rounds["dsp"])]
-        rows[name] = {
-            "seconds": statistics.median(map(sum, own)),
-            "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
-            "waits": statistics.median(waited for _, waited in own),
-            "predicted": foretold(name, shape, ranks.size, links, computing[name]),
-        }  # fmt: skip
-    best, chosen = (min(rows, key=lambda name, of=of: rows[name][of]) for of in ("seconds", "predicted"))
-    return {"network": asdict(network), "links": links, "rows": rows, "best": best, "chosen": chosen}
+def revived(of: Mapping[str, Any]) -> dsp.Hardware:
+    """The hardware that was written down."""
+    links = {name: of[name] and dsp.Link(**of[name]) for name in ("link", "network")}
+    return dsp.Hardware(**{**of, **links, "packing": {name: dsp.Link(**link) for name, link in of["packing"].items()}})
 
 
-def show(network: Network, found: Any) -> None:
-    print(f"\n{network}\n" + "\n".join(table(["configuration", "s a step", "x dsp", "waits", "predicted"], [])))
-    for name, r in found["rows"].items():
-        spread = f"{r['ratio']:.2f} ({r['least']:.2f} to {r['most']:.2f})"
-        print(line([name, f"{r['seconds']:.3f}", spread, f"{r['waits']:.3f}", f"{r['predicted']:.3f}"]))
-    print(f"the shortest: {found['best']}; by the cost model: {found['chosen']}", flush=True)
+def averaged(shape: Shape, ranks: int) -> list[dsp.hardware.Exchange]:
+    """The average of gradients in a step."""
+    return dsp.hardware.all_reduced(4 * sum(p.numel() for p in shape.bare("meta")[0].parameters()), ranks)
+
+
+def predictions(found: Mapping[str, Any], each: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a step by configuration on one of the networks that were found."""
+    shape, ranks, free = Shape(**found["shape"]), found["ranks"], found["free"]
+    plans, weights = plans_of(shape, ranks), averaged(shape, ranks)
+    whole = plans["dsp"].takes(revived(free["hardware"]), weights, overlap=False)
+    slower = (statistics.median(map(sum, free["rounds"]["dsp"])) - whole.step + whole.compute) / whole.compute
+    here = revived(each["hardware"])
+    here = replace(here, flops=here.flops / slower, stream=here.stream / slower)
+    return {name: plan.takes(here, weights, overlap=False).step for name, plan in plans.items()}
+
+
+def relative(rounds: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
+    """The time of each configuration over that of the best one, so that a round that was slow for all counts as any."""
+    means = [statistics.geometric_mean(map(sum, same)) for same in zip(*rounds.values())]
+    shares = {name: statistics.median(sum(one) / m for one, m in zip(own, means)) for name, own in rounds.items()}
+    return {name: share / min(shares.values()) for name, share in shares.items()}
+
+
+def judged(found: Mapping[str, Any], each: Mapping[str, Any]) -> dict[str, Any]:
+    """The configurations on one network, the best one, and the one that would be chosen."""
+    predicted, against = predictions(found, each), relative(each["rounds"])
+    plans = plans_of(Shape(**found["shape"]), found["ranks"])
+    chosen = [*plans][shortest([(plan.wire, predicted[name]) for name, plan in plans.items()])]
+    rows = {
+        name: {
+            "seconds": statistics.median(map(sum, own)), "relative": against[name],
+            "waits": statistics.median(waited for _, waited in own), "predicted": predicted[name],
+        }
+        for name, own in each["rounds"].items()
+    }  # fmt: skip
+    return {"rows": rows, "best": min(against, key=against.__getitem__), "chosen": chosen}
+
+
+def verdict(networks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How good the choices are: how many are the best, within noise, and by how much the others are slower."""
+    taken = [each["rows"][each["chosen"]] for each in networks]
+    plain = [row["relative"] / each["rows"]["dsp"]["relative"] for row, each in zip(taken, networks)]
+    off, regret = [abs(row["predicted"] / row["seconds"] - 1) for row in taken], [row["relative"] for row in taken]
+    fixed = {name: [each["rows"][name]["relative"] for each in networks] for name in CONFIGURATIONS}
+    return {
+        "networks": len(taken), "picked": sum(r <= NOISE for r in regret),
+        "regret": {"median": statistics.median(regret), "worst": max(regret)},
+        "against plain": {"median": statistics.median(plain), "worst": max(plain)},
+        "off": {"median": statistics.median(off), "worst": max(off)},
+        "always": {name: {"picked": sum(r <= NOISE for r in own), "worst": max(own)} for name, own in fixed.items()},
+    }  # fmt: skip
+
+
+def show(each: Mapping[str, Any]) -> None:
+    print("\n".join(table(["configuration", "s a step", "x the best", "waits", "predicted"], [])))
+    for name, r in each["rows"].items():
+        print(line([name, *(f"{r[key]:.3f}" for key in ("seconds", "relative", "waits", "predicted"))]))
+    print(f"the best: {each['best']}; chosen: {each['chosen']}", flush=True)
+
+
+def conclude(found: Mapping[str, Any]) -> None:
+    v = found["verdict"]
+    regret, plain, off = (
+        f"{v[k]['median']:.2f}, at worst {v[k]['worst']:.2f}" for k in ("regret", "against plain", "off")
+    )
+    print(f"\npicked best: {v['picked']} of {v['networks']}, within {NOISE - 1:.0%} of the best one's time")
+    print(f"regret (chosen / best): {regret}; chosen / plain DSP: {plain}\nerror of the chosen one's prediction: {off}")
+    for name, own in v["always"].items():
+        print(f"  always {name}: the best on {own['picked']}, at worst {own['worst']:.2f}")
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -131,19 +186,26 @@ def main(arguments: Sequence[str]) -> int:
         print(f"skipped: networks cannot be emulated here: {reason}")
         return 0
     shape = Shape(o.hidden, max(8, o.ranks), o.depth, 1, o.frames, o.side)
-    found = circumstances(arguments) | {"shape": asdict(shape), "ranks": o.ranks, "networks": []}
+    found = circumstances(arguments) | {"shape": asdict(shape), "ranks": o.ranks}
+    plain = plans_of(shape, o.ranks)["dsp"]
+    nbytes = plain.bytes["forward"] // max(plain.calls["forward"], 1) * o.ranks // (o.ranks - 1)
     with stoppable(), Emulated(o.ranks) as hosts, Ranks(__file__, o.ranks, hosts) as ranks:
         found["bytes"] = {name: max(ranks.ask("build", name=name, shape=vars(shape))) for name in CONFIGURATIONS}
+
+        def measure(node: int, names: Sequence[str]) -> dict[str, Any]:
+            here = ranks.ask("hardware", node=node, nbytes=nbytes)[0]
+            return {"hardware": here, "rounds": take_turns(names, o.rounds, lambda n: ranks.ask("timed", name=n))}
+
         hosts.rate(None)
-        free = take_turns(list(CONFIGURATIONS), o.rounds, lambda name: ranks.ask("timed", name=name))
-        computing = {name: statistics.median(worked for worked, _ in own) for name, own in free.items()}
-        found["computing"] = computing
+        found |= {"free": measure(o.ranks, ["dsp"]), "networks": []}
         for network in drawn(o.networks, o.ranks, o.seed):
-            found["networks"].append(each := one(hosts, ranks, network, o, shape, computing))
-            show(network, each)
-    agreed = sum(each["best"] == each["chosen"] for each in found["networks"])
-    off = [abs(r["predicted"] / r["seconds"] - 1) for each in found["networks"] for r in each["rows"].values()]
-    print(f"\nthe cost model chose the shortest on {agreed} of {o.networks}; it is off by {statistics.median(off):.0%}")
+            hosts.shape(network)
+            each = {"network": asdict(network), **measure(network.node, list(CONFIGURATIONS))}
+            found["networks"].append(each | judged(found, each))
+            print(f"\n{network}")
+            show(found["networks"][-1])
+    found["verdict"] = verdict(found["networks"])
+    conclude(found)
     write_down("networks", o.out, found)
     return 0
 

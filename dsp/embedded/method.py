@@ -29,7 +29,7 @@ from dsp.run.agreement import agree
 from dsp.run.parallel import FullRuntime, kind_of
 from dsp.signature import Signature
 from dsp.stages import Stage, find_stages
-from dsp.wire import SAME, Wire
+from dsp.wire import SAME, Wire, permitted
 
 Prepared = tuple[list[Stage], StagePattern | None]
 
@@ -224,7 +224,7 @@ def plan(
     stages, root = prepare(model, method, options)
     goal = Goal(
         size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges,
-        wire=Wire.of(wire), ways=Route.of(route).over(size, hardware), overlap=overlap_of(overlap, hardware),
+        permits=permitted(wire), ways=Route.of(route).over(size, hardware), overlap=overlap_of(overlap, hardware),
     )  # fmt: skip
     return plan_stages(model, stages, root, args, kwargs, goal)
 

@@ -16,7 +16,8 @@ from dsp.text import aligned, human, number_of
 
 @dataclass(frozen=True)
 class Timing:
-    """A step by a method on dp x sp ranks: its seconds, what it holds of a rank's memory in bytes, and its tokens."""
+    """A step by a method on dp x sp ranks: its seconds, what it holds of a rank's memory in bytes, its tokens, and the
+    plan of its sequence parallelism."""
 
     method: str
     dp: int
@@ -24,6 +25,7 @@ class Timing:
     seconds: Estimate
     held: int
     tokens: int
+    plan: Plan
 
     @property
     def rate(self) -> float:
@@ -58,7 +60,7 @@ class Steps:
             batches=self.batches,
         ) + all_reduced(plan.cut_weights / sp * 4, dp, stride=sp)  # fmt: skip
         seconds = plan.takes(self.hardware, weights, batches=self.batches)
-        return Timing(method, dp, sp, seconds, self.held(plan, shard, sp), self.tokens * self.batches * dp)
+        return Timing(method, dp, sp, seconds, self.held(plan, shard, sp), self.tokens * self.batches * dp, plan)
 
     def supported(self, dp: int, sp: int, replicate: int = 1) -> list[Timing]:
         """The timings of all methods that can run so."""

@@ -109,7 +109,7 @@ class Choices(Values):
             "stage", node.index, node.name, operands=syms, sizes=sizes, flops=measured.flops,
             memory=(measured.work, measured.saved), touched=measured.touched, random=measured.random,
             largest=measured.largest, grad=any(t.requires_grad for t in tensors), constants=node.constants,
-            made=node.made, own=node.own,
+            made=node.made, own=node.own, operations=measured.operations,
         )  # fmt: skip
         self.add(Op(node.name, tuple(values), tuple(produced), tuple(choices)), event, node, tensors)
 

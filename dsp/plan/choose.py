@@ -12,14 +12,14 @@ from torch import nn
 
 from dsp.hardware import Estimate, Hardware, clock
 from dsp.overlap import overlap_of
-from dsp.plan.make import make_plan, stages_of
+from dsp.plan.make import quickest, stages_of
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal
 from dsp.plan.table import Plan
 from dsp.planner import Infeasible
 from dsp.routes import Route
 from dsp.text import aligned, human
-from dsp.wire import SAME, Wire
+from dsp.wire import SAME, permitted
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Sizing:
 
     def __str__(self) -> str:
         head = ["sp", "peak", "fits", "sends a step", "compute", "calls and bytes", "step", "speed-up"]
+        ways = {size: plan.how for size, plan in self.plans.items()}
         rows = []
         for size, plan in self.plans.items():
             e = plan.estimate
@@ -50,6 +51,9 @@ class Sizing:
             sends = human(sum(plan.bytes.values()))
             times = clock(e.compute), clock(e.comm), clock(e.step)
             rows.append([str(size), human(plan.peak), fits, sends, *times, f"{e.speedup:.2f}"])
+        if any(ways.values()):
+            head.append("switches")
+            rows = [[*row, how or "-"] for row, how in zip(rows, ways.values())]
         widths = [max(map(len, column)) for column in zip(head, *rows)]
         line = "  ".join("─" * w for w in widths)
         first, *rest = aligned([head, *rows])
@@ -66,7 +70,8 @@ class Sizing:
         e = self.plans[self.fastest].estimate
         if e.speedup > 1:
             times = f"{e.speedup:.3g} times as fast as one rank"
-            lines.append(f"fastest: sp={self.fastest}, {clock(e.step)} a step, {times}")
+            how = self.plans[self.fastest].how
+            lines.append(f"fastest: sp={self.fastest}{how and f', switches {how}'}, {clock(e.step)} a step, {times}")
         slow = [n for n in self.plans if n > 1 and self.plans[n].estimate.speedup <= 1]
         if slow:
             best = min(slow, key=lambda n: self.plans[n].estimate.step)
@@ -102,13 +107,14 @@ def choose(
     its memory is what has to suffice. resident: what weights, gradients and optimizer states take of a rank in bytes,
     given sp; by default the weights alone, whole, which is right for inference. recompute: activation checkpointing
     of every stage, so that only their inputs are kept for backward; under ``torch.no_grad()`` nothing is. wire, route,
-    overlap: what switches send, how they go, and which travel while stages compute, as for `dsp.parallelize`, by
-    `hardware`. Where no plan fits, the row shows the cheapest one's peak.
+    overlap: what switches send, how they go, and which travel while stages compute, as for `dsp.parallelize`; where
+    they are "auto", the quickest together by `hardware`. ``wire="auto"`` permits fewer bits, which are not exact. Where
+    no plan fits, the row shows the cheapest one's peak.
     """
     if not sizes or any(size < 1 for size in sizes):
         raise ValueError(f"sizes are numbers of ranks, got {tuple(sizes)}")
     found, root = stages_of(model, stages)
-    goal = Goal(1, hardware=hardware, wire=Wire.of(wire), overlap=overlap_of(overlap, hardware))
+    goal = Goal(1, hardware=hardware, permits=permitted(wire), overlap=overlap_of(overlap, hardware))
     way = Route.of(route)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     named = {s.name: s for s in found}
@@ -121,10 +127,10 @@ def choose(
         if resident is not None:
             t = replace(t, resident=int(resident(size)))
         now = replace(goal, size=size, ways=way.over(size, hardware))
-        plan = make_plan(t, named, now)
+        plan = quickest(t, named, now)
         if plan.peak > hardware.memory:
             with suppress(Infeasible):  # one that sends more may take less
-                plan = make_plan(t, named, replace(now, memory=int(hardware.memory)))
+                plan = quickest(t, named, replace(now, memory=int(hardware.memory)))
         plans[size] = plan
     fitting = [size for size, plan in plans.items() if plan.peak <= hardware.memory]
     fastest = min(fitting, key=lambda size: plans[size].estimate.step, default=None)

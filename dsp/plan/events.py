@@ -90,6 +90,7 @@ class Event:
     memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
     flops: int = 0  # of its forward at full size
     touched: tuple[int, int] = (0, 0)  # bytes its forward reads and writes, likewise: outside and inside of `Inside`
+    operations: int = 0  # of a stage's forward
     random: bool = False
     largest: int = 0  # bytes of the largest tensor it makes
     module: str = ""  # the module whose forward it is in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from dsp.plan.table import Plan
 from dsp.plan.traffic import PlannedTraffic, of_links
 from dsp.routes import STRAIGHT, Route
 from dsp.stages import Stage, declared
-from dsp.wire import SAME, Wire
+from dsp.wire import SAME, Wire, permitted
+
+WORTH = 0.03  # of a step, that fewer bits have to save
 
 
 def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
@@ -34,7 +37,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     found = solved(travelling(t, goal.wire), stages, goal)
     program = Program(found)
     loads = Loads(found)
-    overlaps = Overlaps(loads, program, goal.overlap)
+    overlaps = Overlaps(loads, program, goal.overlap, goal.wire)
     traffic = PlannedTraffic(found, program, goal, overlaps)
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in traffic.sends.items()}
     shares = loads.shares
@@ -71,7 +74,30 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         ways=goal.ways or STRAIGHT,
         links=of_links(traffic.links),
         overlaps=overlaps.found,
+        packs=traffic.packs,
     )
+
+
+def quickest(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
+    """The plan of the shortest step by `goal.hardware`, of those that a goal leaves open: each format that it permits
+    and, where a route takes whole switches another way than their pieces, with and without overlap."""
+    plans = [make_plan(t, stages, goal)]
+    if goal.hardware is None or not any(s.kind == "switch" for s in plans[0].switches):
+        return plans[0]
+    also = [None] if isinstance(goal.overlap, Hardware) and plans[0].ways.node else []
+    for wire, overlap in [*product(goal.permits, [goal.overlap, *also])][1:]:
+        plans.append(make_plan(t, stages, replace(goal, permits=(wire,), overlap=overlap)))
+    return plans[shortest([(plan.wire, plan.estimate.step) for plan in plans])]
+
+
+def shortest(steps: Sequence[tuple[Wire, float]]) -> int:
+    """The place of the shortest of some steps, the exact ones of which come first: fewer bits have to save WORTH."""
+    best = 0
+    for at, (wire, seconds) in enumerate(steps):
+        worth = WORTH if wire != steps[best][0] else 0.0
+        if seconds < (1 - worth) * steps[best][1]:
+            best = at
+    return best
 
 
 def plan(
@@ -99,12 +125,12 @@ def plan(
     parameters whose arguments will be DTensors, sharded already, and their placement; hardware: what the ranks are and
     how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory); wire, route,
     overlap: what switches send, how they go, and which travel while stages compute, as for `parallelize`, where "auto"
-    decides by `hardware`. Raises ValueError on a stage that does not fit, and `dsp.planner.Infeasible` if nothing fits
-    in the memory.
+    decides by `hardware`; ``wire="auto"`` permits fewer bits, which are not exact. Raises ValueError on a stage that
+    does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     found, root = stages_of(model, stages)
     goal = Goal(
-        size, memory, dtype, gather_output, hardware, cuts_of(given or {}), wire=Wire.of(wire),
+        size, memory, dtype, gather_output, hardware, cuts_of(given or {}), permits=permitted(wire),
         ways=Route.of(route).over(size, hardware), overlap=overlap_of(overlap, hardware),
     )  # fmt: skip
     return plan_stages(model, found, root, args, kwargs, goal, advise=True)
@@ -125,7 +151,7 @@ def plan_stages(
         model, stages, root, args, kwargs or {}, goal.size,
         gather_output=goal.gather_output, dtype=goal.dtype, given=goal.given, recompute=goal.again_inside,
     )  # fmt: skip
-    made = make_plan(t, {s.name: s for s in stages}, goal)
+    made = quickest(t, {s.name: s for s in stages}, goal)
     if advise:
         made = replace(made, record=t.record)
     if not (advise and made.whole):

@@ -206,7 +206,7 @@ class MeasuringTracer(Tracer):
             watch, (outside, inside) = self.watch, self.watch.touched
             found = watch.peak, saved, watch.flops, (outside, inside), watch.random, watch.largest
             writes = self.before != self.state_of(stage)
-            self.now.append(Measured(*found, bool(self.saved), self.sends, self.surplus, writes))
+            self.now.append(Measured(*found, bool(self.saved), self.sends, self.surplus, writes, watch.operations))
         [measured] = self.now
         graded = torch.is_grad_enabled()
         saves = measured.keeps or (own and graded)

@@ -66,8 +66,8 @@ def facts(func: OpOverload) -> OpTraits:
 class Meter(TorchDispatchMode):
     """Peak bytes of the tensors a block of code makes, its FLOPs, what it reads and writes, and whether it is random.
 
-    `touched` counts every operation that is no view by itself, as it runs uncompiled, in two parts: [1] is while
-    `inside` is not 0. `part`: the share of the FLOPs of what runs now that a kernel does not leave out.
+    `touched` counts every one of the `operations` by itself, views aside, as it runs uncompiled, in two parts: [1] is
+    while `inside` is not 0. `part`: the share of the FLOPs of what runs now that a kernel does not leave out.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Meter(TorchDispatchMode):
 
     def restart(self) -> None:
         self.round += 1  # what was made before no longer counts when it goes
-        self.live = self.peak = self.largest = self.flops = 0
+        self.live = self.peak = self.largest = self.flops = self.operations = 0
         self.touched, self.inside, self.part = [0, 0], 0, 1.0
         self.random = False
 
@@ -90,6 +90,7 @@ class Meter(TorchDispatchMode):
         if op.draws and not undropped(func, args, kwargs):
             self.random = True
         if op.touches and (made := tensors_in(out)):
+            self.operations += 1
             # of an expanded tensor there is less than its size
             strided = (t for t in tensors_in((args, kwargs)) + made if t.layout == torch.strided)
             sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in strided)

@@ -8,7 +8,7 @@ reason that the plan shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from dsp.plan.solve import Decision
 from dsp.planner import MOVES, Layout, Move, Value, chunk_sizes, piece_sizes
 from dsp.private import compiled_call, fsdp_precision
 from dsp.stages import Option, Stage
+from dsp.wire import Wire
 
 LEAST = 0.05  # of the time of a stage and its switches, that cutting them has to save
 NOBODY = "no stage makes what is switched, nor reads it alone"
@@ -33,10 +34,10 @@ NOBODY = "no stage makes what is switched, nor reads it alone"
 class Overlaps:
     """The switches that travel while stages compute, by stage call in `found`; in how many pieces, by op and move."""
 
-    def __init__(self, loads: Loads, program: Program, overlap: Overlap) -> None:
+    def __init__(self, loads: Loads, program: Program, overlap: Overlap, wire: Wire) -> None:
         found = loads.found
         self.loads, self.solved, self.program, self.trace = loads, found, program, found.trace
-        self.size, self.overlap = found.size, overlap
+        self.size, self.overlap, self.wire = found.size, overlap, wire
         self.found: list[Overlapped] = []
         self.pieces: dict[int, int] = {}
         self.moves: dict[Move, int] = {}
@@ -126,15 +127,24 @@ class Overlaps:
             return least
         return replace(whole, reason="it would save too little")
 
-    def phases(self, step: Decision, moves: Iterable[Move]) -> Iterator[Phase]:
+    def phases(self, step: Decision, moves: Sequence[Move]) -> Iterator[Phase]:
         event, share = step.event, self.loads.shares[step.at]
-        forward = Phase(event.flops * share, sum(event.touched) * share, sum(m.bytes for m in moves))
+        forward = Phase(
+            event.flops * share, sum(event.touched) * share, sum(m.bytes for m in moves), event.operations,
+            self.packed(moves, 0),
+        )  # fmt: skip
         yield forward
         if event.grad:  # what is computed again is computed while the gradients travel
             times = self.trace.forwards(event) - 1
             grads = [self.trace.values[m.value].gradient for m in moves]
             sent = sum(max(MOVES["switch"].sent(g, m.dst, m.src, self.size)) for g, m in zip(grads, moves))
-            yield Phase(times * forward.flops, times * forward.touched, sent)
+            yield Phase(
+                times * forward.flops, times * forward.touched, sent, times * event.operations, self.packed(moves, 1)
+            )
+
+    def packed(self, moves: Sequence[Move], way: int) -> tuple[str, ...]:
+        """The formats that switches pack, forward (0) or in backward (1)."""
+        return tuple(self.wire.names[way] for m in moves if self.trace.values[m.value].packed[way] is not None)
 
     def sent(self, m: Move) -> Mapping[str, tuple[int, ...]]:
         """Bytes that each rank sends in a switch that travels in pieces, forward and in backward."""

@@ -67,7 +67,7 @@ class Measured:
 
     touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option;
     surplus: likewise, FLOPs at full size by which the busiest rank does more than its chunk of a sharded dim says;
-    writes: whether it wrote to what its modules hold.
+    writes: whether it wrote to what its modules hold; operations: those that are no views.
     """
 
     work: int = 0
@@ -80,6 +80,7 @@ class Measured:
     sends: Mapping[Layout, CommBytes] = field(default_factory=dict)
     surplus: Mapping[Layout, float] = field(default_factory=dict)
     writes: bool = False
+    operations: int = 0
 
 
 @dataclass(kw_only=True)

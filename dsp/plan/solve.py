@@ -40,13 +40,23 @@ class Goal:
     again_inside: bool = False
     kept_inside: bool = False
     batch: bool = True
-    wire: Wire = AS_IT_IS
+    permits: tuple[Wire, ...] = (AS_IT_IS,)
     ways: Ways | None = None
     overlap: Overlap = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size is the number of ranks, got {self.size}")
+        if len(self.permits) > 1 and self.hardware is None:
+            raise ValueError(
+                "wire='auto' weighs bytes against packing, which depends on the hardware: pass "
+                "hardware=dsp.Hardware(...), or name a format"
+            )
+
+    @property
+    def wire(self) -> Wire:
+        """The formats in which switches travel; of several that are permitted the exact one."""
+        return self.permits[0]
 
 
 def travelling(t: Trace, wire: Wire) -> Trace:

@@ -18,7 +18,7 @@ from dsp.plan.picture import ribbon
 from dsp.plan.record import Record
 from dsp.plan.script import Script, Where
 from dsp.planner import MOVES, Layout, Problem, Value
-from dsp.routes import BETWEEN, STRAIGHT, WITHIN, Ways
+from dsp.routes import BETWEEN, DIRECT, STRAIGHT, WITHIN, Ways
 from dsp.text import generic, human, number_of
 from dsp.wire import AS_IT_IS, Wire
 
@@ -151,6 +151,7 @@ class Plan:
     ways: Ways = STRAIGHT
     links: dict[str, Sent] = field(default_factory=dict)
     overlaps: list[Overlapped] = field(default_factory=list, repr=False)
+    packs: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # by format: numbers, and how often
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the record, whose nodes may hold functions of the model's own, when it goes to another process."""
@@ -177,10 +178,21 @@ class Plan:
             batches * hardware.computing(flops, touched)
             for flops, touched in ((self.flops, self.touched), (self.flops_alone, self.touched_alone))
         )
+        packing = sum(hardware.packs(form, *packed) for form, packed in self.packs.items())
+        compute += batches * (packing + sum(o.costs(hardware) for o in self.overlaps))
         comm = batches * hardware.seconds(*self.exchanges)
         waits = hardware.seconds(*weights)
         hidden = batches * sum(o.hides(hardware, self.size) for o in self.overlaps)
         return Estimate(compute, comm, alone, max(0.0, waits - compute) if overlap else waits, hidden)
+
+    @property
+    def how(self) -> str:
+        """The options of its switches that are not the default: format, pieces, and the way over several nodes."""
+        pieces = {o.pieces for o in self.overlaps} - {1}
+        ways = [way for _, way in self.ways.steps if way != DIRECT]
+        formats = dict.fromkeys(self.wire if self.wire != AS_IT_IS else ())
+        in_pieces = f"in {' or '.join(map(str, sorted(pieces)))} pieces" if pieces else ""
+        return ", ".join(filter(None, ["/".join(formats), in_pieces, *ways]))
 
     @property
     def exchanges(self) -> list[Exchange]:

@@ -36,6 +36,7 @@ class PlannedTraffic:
         self.sendings: list[Sending] = []
         self.own: dict[Move, tuple[int, int]] = {}
         self.links: dict[str, Each] = {phase: {} for phase in self.each}
+        self.packs: dict[str, tuple[int, int]] = {}  # by format: numbers that the busiest rank packs, and how often
         self.rounds = self.in_turn()
         self.count_moves()
         for step in found.steps:
@@ -43,7 +44,7 @@ class PlannedTraffic:
         self.count_inputs()
         self.sends = {phase: busiest(kinds) for phase, kinds in self.each.items()}
         if found.size == 1:
-            self.sends, self.sendings = {phase: {} for phase in self.sends}, []
+            self.sends, self.sendings, self.packs = {phase: {} for phase in self.sends}, [], {}
 
     def add(self, phase: str, kind: str, each: Sequence[int], calls: int) -> None:
         add(self.each[phase], kind, each, calls)
@@ -72,6 +73,7 @@ class PlannedTraffic:
             one, pieces = (s.phase, self.collective(m)), self.overlaps.moves.get(m, 0)
             whole = s._replace(calls=pieces or int(one not in seen))
             seen.add(one)
+            self.count_packing(whole)
             way = DIRECT if pieces else self.ways.way(sizes[one])
             legs = self.by_link(whole, way) if s.kind == "switch" and self.ways.node else []
             if pieces:
@@ -82,6 +84,15 @@ class PlannedTraffic:
             if s.phase == "forward":
                 most = max(map(sum, zip(*(leg.each for leg in legs)))) if legs else m.bytes
                 self.own[m] = most, sum(sending.calls for sending in legs or [whole])
+
+    def count_packing(self, switch: Sending) -> None:
+        """The numbers that a switch in fewer bits packs; what pieces add to that is in `Overlapped`."""
+        value, src = switch.value, switch.src
+        if switch.kind == "switch" and value is not None and src is not None and value.packed[0] is not None:
+            name = self.goal.wire.names[switch.phase == "backward"]
+            numbers, calls = self.packs.get(name, (0, 0))
+            own = value.local_bytes(src, self.found.size) // value.itemsize
+            self.packs[name] = numbers + own, calls + min(switch.calls, 1)
 
     def every_move(self) -> Iterator[tuple[Move, Sending]]:
         """The sendings of each move, as if it were the only one."""

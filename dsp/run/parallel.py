@@ -420,7 +420,7 @@ class FullRuntime(Runtime):
         return make_plan(
             t,
             {s.name: s for s in self.stages},
-            Goal(self.axis.size, wire=self.axis.wire, ways=self.axis.ways, overlap=self.overlap),
+            Goal(self.axis.size, permits=(self.axis.wire,), ways=self.axis.ways, overlap=self.overlap),
         )
 
 

@@ -221,6 +221,35 @@ def test_networks_are_the_same_for_the_same_seed(script) -> None:
     assert {n.node for n in drawn(20, 4, seed=0)} == {1, 2, 4}
 
 
+def test_the_choice_on_the_networks_that_were_measured(script) -> None:
+    """The choice by what was recorded is as recorded, seldom far from the best one, and not slower than plain DSP."""
+    networks = script("methods.networks")
+    found = json.loads((ROOT / "benchmarks/results/networks.json").read_text())
+    again = [networks.judged(found, each) for each in found["networks"]]
+    assert [each["chosen"] for each in again] == [each["chosen"] for each in found["networks"]]
+    verdict = networks.verdict(again)
+    assert verdict["networks"] == 20
+    assert verdict["picked"] >= max(10, verdict["always"]["dsp"]["picked"])
+    assert verdict["regret"]["median"] <= 1.03
+    assert verdict["against plain"]["worst"] <= 1.03
+    assert verdict["off"]["median"] <= 0.15
+
+
+def test_a_choice_is_compared_with_the_best_one_of_the_same_rounds(script) -> None:
+    networks = script("methods.networks")
+    rounds = {"dsp": [[1.0, 0.1], [3.0, 0.3], [1.0, 0.0]], "ulysses": [[2.0, 0.2], [6.0, 0.6], [2.0, 0.0]]}
+    assert networks.relative(rounds) == pytest.approx({"dsp": 1, "ulysses": 2})  # a round that was slow for both
+    row = {"waits": 0.0, "seconds": 1.0}
+    rows = {name: row | {"relative": 1.2, "predicted": 1.0} for name in networks.CONFIGURATIONS}
+    rows["dsp, both"] = row | {"relative": 1.0, "predicted": 0.9}
+    good, bad = {"rows": rows, "chosen": "dsp, both"}, {"rows": rows, "chosen": "ulysses"}
+    verdict = networks.verdict([good, good, bad])
+    assert (verdict["picked"], verdict["regret"]) == (2, {"median": 1.0, "worst": 1.2})
+    assert verdict["against plain"] == pytest.approx({"median": 1 / 1.2, "worst": 1})
+    assert verdict["off"] == pytest.approx({"median": 0.1, "worst": 0.1})
+    assert verdict["always"]["dsp, both"] == {"picked": 3, "worst": 1.0}
+
+
 @pytest.mark.measurement
 @pytest.mark.usefixtures("root_only")
 def test_networks(script, tmp_path: Path) -> None:
@@ -230,10 +259,12 @@ def test_networks(script, tmp_path: Path) -> None:
         pytest.skip(reason)
     options = ["--networks", "1", "--rounds", "1", "--hidden", "32", "--depth", "1", "--frames", "4", "--side", "4"]
     assert networks.main([*options, "--out", str(tmp_path / "n")]) == 0
-    [one] = json.loads((tmp_path / "n.json").read_text())["networks"]
+    found = json.loads((tmp_path / "n.json").read_text())
+    [one] = found["networks"]
     assert one["rows"].keys() == networks.CONFIGURATIONS.keys()
     assert all(0 < row["waits"] < row["seconds"] for row in one["rows"].values())
     assert {one["best"], one["chosen"]} <= one["rows"].keys()
+    assert networks.judged(found, one)["rows"] == one["rows"]
     assert namespaces() <= before
 
 

@@ -12,6 +12,9 @@ import dsp
 import zoo
 from dsp import hardware
 from dsp.hardware import Exchange, accelerator, all_reduced, fully_sharded, measure
+from dsp.plan.make import WORTH, shortest
+from dsp.plan.meter import Meter
+from dsp.wire import AS_IT_IS, Wire, format_for, permitted
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints
 
@@ -189,7 +192,92 @@ def test_measured_hardware(ranks) -> None:
         assert (found[0].node, found[0].network is not None, found[0].memory) == (node, between, 1e9)
         assert found[0].flops > 1e6
         assert found[0].stream > 1e6
+        assert found[0].packing.keys() == hardware.PACKING.keys()
+        assert found[0].packs("fp8", 1e6) > found[0].packs("fp8", 1e3) > 0
+        assert 1e-7 < found[0].launch < 0.1
+        assert 0 <= found[0].busy <= 1
         assert found[0].seconds(Exchange("switch", 1e6, 2, n)) > 0
+
+
+# ------------------------------------------------------------------------------------------------------- fewer bits
+
+
+@pytest.mark.parametrize("name", hardware.PACKING)
+def test_packing_touches_and_launches_what_the_table_says(name: str) -> None:
+    form, count = format_for(name, True, 4), 1 << 15
+    assert form is not None
+    x = torch.ones(count)
+    with Meter() as meter:
+        form.unpack(form.pack(x, [count], 0), [count], x)
+    touched, operations = hardware.PACKING[name]
+    assert meter.touched[0] / count == pytest.approx(touched, rel=0.02)
+    assert meter.operations == operations
+
+
+def test_seconds_of_packing() -> None:
+    touched, operations = hardware.PACKING["fp8"]
+    bare = machine(stream=1e9, launch=1e-5)
+    assert bare.packs("fp8", 1000, 3) == pytest.approx(1000 * touched / 1e9 + 3 * operations * 1e-5)
+    known = machine(packing={"fp8": dsp.Link("measured", 1e-3, 4e6)})
+    assert known.packs("fp8", 1000, 3) == pytest.approx(3e-3 + 1e-3)
+    assert known.packs("bf16", 1000, 3) == 0
+    for wrong in ({"launch": -1}, {"busy": 1.5}):
+        with pytest.raises(ValueError, match="launch is in seconds and busy a share, from 0 to 1"):
+            machine(**wrong)
+
+
+def test_a_plan_packs_what_its_switches_send() -> None:
+    """A rank packs 8**3 / 4 numbers in forward, and as many in backward by chance."""
+    x = torch.randn(1, 8, 8, 8)
+    dear = {"fp8": dsp.Link("", 1.0, 4.0), "fp8-stochastic": dsp.Link("", 100.0, 0.4)}
+    by = {
+        wire: dsp.plan(Products(), (x,), size=4, wire=wire, hardware=machine(packing=dear), gather_output=False)
+        for wire in ("same", "fp8")
+    }
+    assert by["fp8"].packs == {"fp8": (128, 1), "fp8-stochastic": (128, 1)}
+    assert by["fp8"].estimate.compute - by["same"].estimate.compute == pytest.approx(1 + 128 + 100 + 1280)
+    assert dsp.plan(Products(), (x,), size=1, wire="fp8", gather_output=False).packs == {}
+
+
+def chosen(bandwidth: float, wire: object = "auto", flops: float = 1e9, **changes: object) -> dsp.Sizing:
+    link = dsp.Link("wire", 0.0, bandwidth)
+    on = dsp.Hardware(link, 1e12, flops, stream=1e9, node=64, **changes)  # type: ignore[arg-type]
+    return dsp.choose(Products(), torch.empty(1, 64, 64, 8), hardware=on, sizes=(1, 2), wire=wire)  # type: ignore[arg-type]
+
+
+def test_fewer_bits_are_chosen_where_they_are_permitted_and_save_time() -> None:
+    formats = {rate: chosen(rate).plans[2].wire.forward for rate in (1e5, 1e7, 1e9)}
+    assert formats == {1e5: "fp8", 1e7: "bf16", 1e9: "same"}
+    assert chosen(1e5, "same").plans[2].wire == AS_IT_IS
+    dear = {name: dsp.Link("", 10.0, 1e9) for name in ("fp8", "fp8-stochastic")}
+    assert chosen(1e5, packing=dear).plans[2].wire.forward == "bf16"
+    assert chosen(1e5).plans[1].wire == AS_IT_IS
+    for rate in formats:
+        steps = {wire: chosen(rate, wire).plans[2].estimate.step for wire in ("same", "bf16", "fp8")}
+        assert chosen(rate).plans[2].estimate.step <= min(steps.values()) / (1 - WORTH)
+    rows = str(chosen(1e5)).splitlines()
+    assert rows[0].endswith("switches")
+    assert rows[2].endswith(" -")
+    assert rows[3].endswith(" fp8")
+    assert "fastest: sp=2, switches fp8, " in str(chosen(3e6, flops=1e8))
+    assert "switches" not in str(chosen(1e9))
+
+
+def test_fewer_bits_have_to_save_a_part_of_the_step() -> None:
+    same, bf16, fp8 = permitted("auto")
+    assert (same, bf16.forward, fp8.forward) == (AS_IT_IS, "bf16", "fp8")
+    assert permitted("int8") == (Wire.of("int8"),)
+    assert shortest([(same, 1.0), (same, 0.999)]) == 1
+    assert shortest([(same, 1.0), (bf16, 0.98), (fp8, 0.96)]) == 2
+    assert shortest([(same, 1.0), (bf16, 0.96), (fp8, 0.95)]) == 1
+    assert shortest([(same, 1.0), (bf16, 0.98), (fp8, 0.98)]) == 0
+
+
+def test_a_format_is_left_to_plans_alone() -> None:
+    with pytest.raises(ValueError, match="wire='auto' weighs bytes against packing"):
+        dsp.plan(Products(), torch.empty(1, 8, 8, 8), size=2, wire="auto")
+    with pytest.raises(ValueError, match="wire='auto': the links decide, so a plan does"):
+        Wire.of("auto")
 
 
 # ---------------------------------------------------------------------------------------- collectives by kind, weights

@@ -9,8 +9,8 @@ from tests.support.paths import ROOT
 
 HOME = ROOT / "dsp"
 LAYERS = """
-text private launch lines world notation planner messages hardware routes overlap
-wire tensors compile_off observers exchange formats collectives legs chunked pending sent rows deal count gradients
+text private launch lines world notation planner messages wire hardware routes overlap
+tensors compile_off observers exchange formats collectives legs chunked pending sent rows deal count gradients
 layout sharded moves ops randomness methods signature stages known slices calls traits between
 rules plan run check discovery embedded cluster_check
 """.split()

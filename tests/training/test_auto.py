@@ -5,9 +5,11 @@ import shutil
 import pytest
 
 import dsp
+from dsp.embedded import timing
 from tests.support.runs import Runs, alike, run_here
 from zoo.training import UserError, auto
 from zoo.training import config as cfg
+from zoo.training.model import make_plan, without_weights
 
 STAGES = (
     "train.checkpoint_activations=stages",
@@ -39,6 +41,57 @@ def test_a_single_batch_is_shared_by_all_ranks(run):
     choice = auto.choose(loaded(run, *STAGES), 3, hardware(FAST))
     assert (choice.dp, choice.sp) == (1, 3)
     assert {line.split()[3] for line in choice.table.splitlines()[2:]} >= {"dsp", "ulysses"}
+
+
+CONTENDED = dsp.Hardware(dsp.Link("slow", 1e-4, 1e5), 1e12, 1e8, node=2, busy=0.3)  # fp8 saves time, and so do pieces
+LEFT = ("parallel.wire=auto", "parallel.route=auto", "parallel.overlap=auto")
+
+
+def test_what_is_left_to_it_is_chosen_with_the_mesh(run, monkeypatch):
+    """A format, pieces and a route, where that saves time, are written into the configuration."""
+    monkeypatch.setattr(timing, "METHODS", ["dsp"])
+    config = loaded(run, *STAGES, *LEFT)
+    slow = dsp.Hardware(SLOW, 1e12, 1e9, network=dsp.Link("far", 1e-2, 1e5, message=1e-1), node=2)
+    choice = auto.choose(config, 4, slow)
+    chosen = choice.applied(config).parallel
+    assert (chosen.sp, chosen.wire, chosen.route) == (4, "fp8", "auto")  # large switches are direct
+    first, head, row = choice.table.splitlines()[:3]
+    assert first.startswith("parallel=auto takes the first: dp_shard=1 sp=4 wire=fp8 route=auto overlap=")
+    assert "switches" in head
+    assert "fp8, hierarchical" in row
+    fast = auto.choose(config, 2, hardware(FAST)).applied(config).parallel
+    assert (fast.wire, fast.route, fast.overlap) == ("same", "direct", None)
+    hidden = auto.choose(config, 2, CONTENDED).applied(config).parallel
+    assert (hidden.wire, hidden.route, hidden.overlap) == ("fp8", "direct", "auto")
+    given = auto.choose(loaded(run, *STAGES, "parallel.wire=bf16", "parallel.overlap=2"), 2, hardware(SLOW))
+    assert (given.sent, given.applied(config).parallel.wire) == ({}, "auto")  # what the user names stays
+    assert auto.choose(loaded(run, *STAGES), 2, hardware(SLOW)).applied(loaded(run)).parallel.wire == "same"
+
+
+def test_fewer_bits_are_left_to_parallel_auto_alone(run):
+    with pytest.raises(UserError, match=r"parallel\.wire='auto': the links decide, so a plan does.*parallel=auto"):
+        cfg.load(run.arguments("parallel.wire=auto"))
+
+
+def chosen_here(mesh, arguments):
+    """On every rank: a run by parallel=auto on links that are slow, as if they had been measured so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "measured", lambda *_: CONTENDED)
+        patch.setattr(timing, "METHODS", ["dsp"])
+        return run_here(mesh, arguments)
+
+
+def test_a_run_trains_what_was_chosen(trainer, whole_world, tmp_path):
+    """Every rank sends the bytes of the plan of the configuration that the run wrote down."""
+    runs = Runs(trainer, tmp_path)
+    found = whole_world(chosen_here, 2, runs.arguments("parallel=auto", *STAGES, *LEFT, "name=chosen"))
+    config = cfg.load([str(tmp_path / "runs/chosen/config.yaml")])
+    assert (config.parallel.sp, config.parallel.wire, config.parallel.overlap) == (2, "fp8", "auto")
+    task = cfg.create_task(config)
+    plan = make_plan(config, task, without_weights(config, task)[1], 2, overlap=CONTENDED)
+    assert any(o.pieces > 1 for o in plan.overlaps)
+    most = [max(phase) for phase in zip(*(steps[0] for steps in found))]
+    assert most[:2] == [pytest.approx(plan.bytes[phase], abs=64) for phase in ("forward", "backward")]
 
 
 def test_nothing_fits(run):

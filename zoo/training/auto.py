@@ -1,7 +1,9 @@
-"""`parallel=auto`: the mesh, the method and what is recomputed, by the links at hand and the model's own plans.
+"""`parallel=auto`: the mesh, the method, what is recomputed, and what of wire, route and overlap is left to it, by the
+links at hand and the model's own plans.
 
 The choice changes how a step is computed, and not what it computes: a step has the samples that the configuration gives
 it, train.batch x train.accumulation x dp_replicate x dp_shard, whether groups of ranks share them or one accumulates.
+parallel.wire=auto alone permits other numbers, since fewer bits are not exact.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from zoo.training.tracking import number_of, size
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh and a method (`timing`), what is recomputed, and whether its memory fits."""
+    """A mesh, a method and how its switches go (`timing`), what is recomputed, and whether its memory fits."""
 
     timing: Timing
     recomputed: str
@@ -42,6 +44,7 @@ class Candidate:
             f"{t.dp} x {t.sp}",
             t.method if t.sp > 1 else "-",
             self.recomputed,
+            t.plan.how or "-",
             clock(t.seconds.step),
             *shares,
             held,
@@ -53,9 +56,9 @@ def batches_of(config: Config) -> int:
     return config.train.accumulation * config.parallel.dp_replicate * config.parallel.dp_shard
 
 
-def applied(config: Config, dp: int, sp: int, method: str, recomputed: str) -> Config:
-    """The configuration on another mesh, for the same step."""
-    parallel = replace(config.parallel, auto=False, dp_replicate=1, dp_shard=dp, sp=sp, method=method)
+def applied(config: Config, dp: int, sp: int, method: str, recomputed: str, **sent: Any) -> Config:
+    """The configuration on another mesh, for the same step. sent: values of wire, route and overlap."""
+    parallel = replace(config.parallel, auto=False, dp_replicate=1, dp_shard=dp, sp=sp, method=method, **sent)
     again = batches_of(config) // dp
     return replace(
         config, parallel=parallel, train=replace(config.train, checkpoint_activations=recomputed, accumulation=again)
@@ -63,17 +66,23 @@ def applied(config: Config, dp: int, sp: int, method: str, recomputed: str) -> C
 
 
 class Choice(NamedTuple):
-    """The choice, and a table that says why."""
+    """The choice, and a table that says why. sent: of wire, route and overlap what was left to it."""
 
     dp: int
     sp: int
     method: str
     recomputed: str
     table: str
+    sent: dict[str, Any]
 
     def applied(self, config: Config) -> Config:
         """The configuration with it."""
-        return applied(config, self.dp, self.sp, self.method, self.recomputed)
+        return applied(config, self.dp, self.sp, self.method, self.recomputed, **self.sent)
+
+
+def left(config: Config) -> list[str]:
+    """The options of wire, route and overlap that are left to the choice."""
+    return [name for name in ("wire", "route", "overlap") if getattr(config.parallel, name) == "auto"]
 
 
 def kept(config: Config, world: int) -> Choice | None:
@@ -90,7 +99,7 @@ def kept(config: Config, world: int) -> Choice | None:
     if own.dp_replicate != 1 or dp * sp != world or batches_of(config) % dp:
         return None
     text = f"parallel=auto keeps what the run had: dp_shard={dp} sp={sp} {own.method}, recomputed: {recomputed}"
-    return Choice(dp, sp, own.method, recomputed, text)
+    return Choice(dp, sp, own.method, recomputed, text, {name: getattr(own, name) for name in left(config)})
 
 
 def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
@@ -105,12 +114,27 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
     best, first = every[0], dict[tuple[int, int, str], Candidate]()
     for c in every:  # of each mesh and method the best way to recompute
         first.setdefault((c.timing.dp, c.timing.sp, c.timing.method), c)
-    head = ["dp x sp", "method", "recomputed", "a step", "computing", "sequence's traffic", "memory a rank"]
+    head = ["dp x sp", "method", "recomputed", "switches", "a step", "computing", "sequence's traffic", "memory a rank"]
     rows = [head, *(c.row() for c in first.values())]
+    if all(row[3] == "-" for row in rows[1:]):  # switches as they are, everywhere
+        rows = [row[:3] + row[4:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows]
-    taken = f"parallel=auto takes the first: dp_shard={best.timing.dp} sp={best.timing.sp}"
-    return Choice(best.timing.dp, best.timing.sp, best.timing.method, best.recomputed, "\n".join([taken, *lines]))
+    sent = {name: value for name, value in sent_by(best.timing.plan).items() if name in left(config)}
+    said = "".join(f" {name}={'null' if value is None else value}" for name, value in sent.items())
+    taken = f"parallel=auto takes the first: dp_shard={best.timing.dp} sp={best.timing.sp}{said}"
+    table = "\n".join([taken, *lines])
+    return Choice(best.timing.dp, best.timing.sp, best.timing.method, best.recomputed, table, sent)
+
+
+def sent_by(plan: dsp.Plan) -> dict[str, Any]:
+    """The options that a plan settles. What it takes by size or by stage is auto, by the same hardware."""
+    ways = {way for _, way in plan.ways.steps}
+    return {
+        "wire": plan.wire.forward,
+        "route": ways.pop() if len(ways) == 1 else "auto",
+        "overlap": "auto" if any(o.pieces > 1 for o in plan.overlaps) else None,
+    }
 
 
 def candidates(config: Config, world: int, hardware: dsp.Hardware) -> list[Candidate]:

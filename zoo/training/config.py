@@ -320,7 +320,8 @@ def _check_values(config: Config) -> None:
         if "length" in metadata and len(value) != metadata["length"]:
             raise UserError(f"{key}={value}: expected {metadata['length']} values")
     try:
-        Wire.of(config.parallel.wire)
+        if not (config.parallel.auto and config.parallel.wire == "auto"):
+            Wire.of(config.parallel.wire)
         Route.of(config.parallel.route)
         if config.parallel.overlap != "auto":
             overlap_of(config.parallel.overlap)

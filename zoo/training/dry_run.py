@@ -192,7 +192,7 @@ def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any,
 
     def plan(method: str, sp: int) -> dsp.Plan:
         own = replace(config, parallel=replace(config.parallel, method=method))
-        return make_plan(own, task, objective, sp, route=foreseen_route(config, hardware))
+        return make_plan(own, task, objective, sp, route=foreseen_route(config, hardware), hardware=hardware)
 
     def held(plan: dsp.Plan, shard: int, sp: int) -> int:
         cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # not over dp: weights, gradients and moments

@@ -103,14 +103,16 @@ def make_plan(
     bucket: int = 0,
     route: dsp.Route | None = None,
     overlap: int | dsp.Hardware | None = None,
+    hardware: dsp.Hardware | None = None,
 ) -> dsp.Plan:
-    """route, overlap: those of the run, if they were measured."""
+    """route, overlap: those of the run, if they were measured; hardware: that parallel.wire=auto decides by."""
     with torch.device("meta"), sizes_that_exist():
         inputs = task.example(objective, bucket)
         return user_error(
             dsp.embedded.plan, objective, kwargs=inputs, size=sp, dtype=compute_dtype(config), given=task.given(inputs),
             method=config.parallel.method, save_exchanges=config.parallel.save_exchanges, gather_output=False,
-            wire=config.parallel.wire, route=route, overlap=overlap or overlap_in(config),
+            wire=config.parallel.wire, route=route, overlap=overlap or overlap_in(config, measured=hardware),
+            hardware=hardware,
         )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class Parallel:
     )
     wire: Any = option(
         "same", "type of what a switch sends: same, bf16, fp8 or int8; {forward: fp8, backward: bf16} for each way by "
-        "itself (docs/wire.md)",
+        "itself (docs/wire.md); with parallel=auto also auto, which permits fewer bits where that saves time",
     )  # fmt: skip
     route: str = option(
         "direct", "way of switches where sp is longer than a node: direct; hierarchical, within nodes first; rounds; "
@@ -65,7 +65,9 @@ class Parallel:
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0
     )  # fmt: skip
     auto: bool = option(
-        False, "choose dp_shard, sp, method and train.checkpoint_activations for the shortest step; also parallel=auto"
+        False,
+        "choose dp_shard, sp, method and train.checkpoint_activations for the shortest step, and what of wire, route "
+        "and overlap is auto; also parallel=auto",
     )
 
 

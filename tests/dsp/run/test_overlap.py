@@ -22,6 +22,7 @@ import dsp
 from dsp.chunked import ChunkedSwitch, UnderWay
 from dsp.hardware import Hardware, Link
 from dsp.layout import Axis, Cut
+from dsp.plan.hidden import EXCHANGE
 from dsp.plan.table import Plan
 from dsp.wire import AS_IT_IS
 from tests.support.beside import averaged, beside, unsharded
@@ -715,6 +716,26 @@ def test_four_pieces_hide_three_quarters_of_what_computing_outlasts() -> None:
     assert plan.estimate.hidden == pytest.approx(0.75 * sent / 1e8, rel=0.01)
     chosen = dsp.choose(Behind().double(), of_grid(1, 16, 16), sizes=(1, 2), hardware=on, overlap=4).plans
     assert (chosen[1].estimate.hidden, chosen[2].estimate.hidden) == (0, plan.estimate.hidden)
+
+
+def test_cores_that_are_shared_and_operations_by_pieces_leave_less_to_hide() -> None:
+    """A transfer that keeps the rank busy hides nothing; pieces that cost more than they hide are not made."""
+    link, sizes = Link("a link", 1e-6, 2e7), (1, 16, 16)
+    free, half, full = (Hardware(link, 1e12, 1e7, node=64, busy=busy) for busy in (0.0, 0.5, 1.0))
+    hidden = [planned("behind", 2, sizes, 4, hardware=on).estimate.hidden for on in (free, half, full)]
+    assert hidden == pytest.approx([hidden[0], hidden[0] / 2, 0])  # computing lasts longer than any transfer
+    assert {o.pieces for o in planned("behind", 2, sizes, "auto", hardware=full).overlaps} == {1}
+    [bare, slow] = [
+        planned("behind", 2, sizes, 4, hardware=Hardware(link, 1e12, 1e7, node=64, launch=launch))
+        for launch in (0.0, 1.0)
+    ]
+    operations = sum(p.operations + EXCHANGE * o.switches for o in bare.overlaps for p in o.phases)
+    assert all(p.operations for o in bare.overlaps for p in o.phases)
+    assert slow.estimate.compute == pytest.approx(bare.estimate.compute + 3 * operations)
+    packed = planned("behind", 2, sizes, 4, wire="fp8", hardware=Hardware(link, 1e12, 1e7, node=64, launch=1.0))
+    assert packed.estimate.compute > slow.estimate.compute
+    again = planned("behind", 2, sizes, "auto", hardware=Hardware(link, 1e12, 1e7, node=64, launch=1.0))
+    assert {o.reason for o in again.overlaps} == {"it would save too little"}
 
 
 def by_the_links(mesh: DeviceMesh) -> str:
