@@ -505,7 +505,7 @@ def test_refused_in_plain_words(mesh: DeviceMesh) -> None:
 
     kwargs = toys.inputs("Grid", 1, 4, 4)
     for stages, message in [
-        ({"": "x=b t c", "space.*": "b t [s c]"}, "3 axes but the tensor has shape"),
+        ({"": "x=b t c", "space.*": "b t [s c]"}, "3 axes .* but the tensor has 4"),
         ({"": "x=b t s c", "space.*": "b t [s c] -> (b t) [s c]"}, "output pattern"),
         ({"": "x=b t s c", "space.*": "(b t) z [s c]"}, "cannot tell|does not fit|is not"),
     ]:
