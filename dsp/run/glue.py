@@ -27,6 +27,7 @@ from dsp.private import (
     _get_current_function_mode,
     _pop_mode,
     _push_mode,
+    checkpoint_arguments,
     checkpoint_frame,
     compiler_loaded,
     saving_hooks,
@@ -377,4 +378,11 @@ def note_checkpoint(run: Run) -> None:
         with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):
             yield
 
-    Recompute(frame, note_checkpoint, around)
+    lay = [(t.at, t.number) if isinstance(t, Sharded) else None for t in checkpoint_arguments(frame)]
+
+    def given(args: Sequence[Any]) -> Sequence[Any]:
+        first = len(args) - len(lay)
+        found = zip(args[first:], lay)
+        return *args[:first], *(carry(a, *at) if at is not None and type(a) is Tensor else a for a, at in found)
+
+    Recompute(frame, note_checkpoint, around, plain, given)

@@ -649,6 +649,27 @@ def test_a_checkpoint_around_two_stages_repeats_the_switch_between_them(mesh: De
     assert [phase.calls["switch"] for phase in (comm.forward, comm.backward, comm.recompute)] == [2, 2, 1]
 
 
+def nested(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    """Checkpoints three deep, of which each hands on what it makes; the second begins with the third."""
+    again = partial(checkpoint, use_reentrant=False)
+    inner = partial(again, lambda x: m.space(x.softmax(2)).softmax(1))
+    return again(lambda x: again(lambda y: m.time(inner(y).sin()), x.sin()).cumsum(1), m.space(x))
+
+
+def kept_elsewhere(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    """A checkpoint whose argument is kept by the hooks of somebody else, such as those that bring it to the host."""
+    x = m.space(x)
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda x: x):
+        return checkpoint(lambda x: m.time(x.softmax(1)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("build", [nested, kept_elsewhere])
+def test_the_arguments_of_a_checkpoint_stay_sharded_whoever_keeps_them(mesh: DeviceMesh, build: Any) -> None:
+    x = torch.randn(1, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
+    exact(toys.SpaceTime(build).double(), mesh, (x,), rounds=2)
+
+
 def test_reentrant_checkpointing_is_refused(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(toys.SpaceTime(checkpointed, reentrant=True), mesh, gather_output=False)
     x = torch.randn(1, 8, 8, toys.C, requires_grad=True)
