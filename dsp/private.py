@@ -56,6 +56,7 @@ OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for th
 # as getters written in C, for paths on which a Python call would be noticed
 children_of, parameters_of, buffers_of = map(attrgetter, ("_modules", "_parameters", "_buffers"))  # of a module itself
 hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")  # of a module: ordered dicts, by handle
+backward_hooks_of = attrgetter("_backward_pre_hooks", "_backward_hooks")
 compiled_call = attrgetter("_compiled_call_impl")  # what the module's compile() made, or None
 schema_of = attrgetter("_schema")  # of an op
 storage_id = attrgetter("_cdata")  # of a storage: where it is
@@ -312,6 +313,7 @@ __all__ = [
     "any_device",
     "applied",
     "arrives_by",
+    "backward_hooks_of",
     "backward_node",
     "backward_pass",
     "base_of",

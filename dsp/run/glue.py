@@ -19,7 +19,7 @@ from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.observers import observing
-from dsp.plan.script import key_of_operation
+from dsp.plan.script import Script, key_of_operation
 from dsp.plan.tracing import KEPT
 from dsp.private import (
     FakeTensor,
@@ -37,6 +37,7 @@ from dsp.rules.between import Between
 from dsp.rules.functions import DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run, Unfit
+from dsp.run.gradient_hooks import Again, GradientHook
 from dsp.run.lookup import InTurn
 from dsp.run.piecewise import in_pieces
 from dsp.run.recipes import GlueCall, NoKey, PreparedCall, Recipe, derive, key_of
@@ -316,6 +317,8 @@ class Glue(Between):
             raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
         if what.name == "new_tensor" and _sharded(args[1:], kwargs):
             raise GlueError("new_tensor() would copy this rank's part alone; write y.detach().clone()")
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            return self.hooked(func, *args, **kwargs)
         if args and isinstance(args[0], Sharded):
             read = READ.get(func)
             if read is not None:
@@ -323,6 +326,15 @@ class Glue(Between):
             with NO():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def hooked(self, func: Any, t: Tensor, hook: Any = None) -> Any:
+        """Register a hook on the gradient of a tensor, or have the gradient kept: either is of a single process."""
+        run = self.run
+        with NO():
+            if isinstance(t, DTensor) or t.is_leaf or not t.requires_grad or (hook is None and isinstance(t, Sharded)):
+                return func(t, hook) if func is Tensor.register_hook else func(t)
+            made = t.register_hook(GradientHook(t, run.axis, in_backward(run, None), hook))
+            return made if func is Tensor.register_hook else func(t)
 
 
 def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -> bool:
@@ -359,6 +371,23 @@ def _sharded(args: Any, kwargs: Any) -> list[Sharded]:
     return found
 
 
+def in_backward(run: Run, script: Script | None) -> Again:
+    """A context in which operations between stages run in backward as in this run, by `script`."""
+    arguments = run.axis, script, run.root_sizes, run.recipes if script is run.script else {}, run.first
+    turns, current = dict(run.turns), ACTIVE.get()
+    assert current is not None
+    runtime = current[0]
+
+    @contextmanager
+    def again() -> Iterator[Run]:
+        repeated = Run(*arguments, turns)
+        repeated.again = True
+        with active(runtime, repeated):
+            yield repeated
+
+    return again
+
+
 def note_checkpoint(run: Run) -> None:
     """Inside a checkpointed region: let its recomputation in backward run under this run's script again."""
     frame = checkpoint_frame()
@@ -366,16 +395,11 @@ def note_checkpoint(run: Run) -> None:
         return
     if run.by_graph:
         raise Unfit("it has an activation checkpoint")
-    arguments = run.axis, run.script, run.root_sizes, run.recipes, run.first, dict(run.turns)
-    traffic_check, runtime = run.traffic_check, ACTIVE.get()
+    traffic_check, again = run.traffic_check, in_backward(run, run.script)
 
     @contextmanager
     def around() -> Iterator[None]:
-        again = Run(*arguments)
-        again.again = True
-        again.traffic_check = traffic_check
-        assert runtime is not None
-        with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):
+        with again() as repeated, observing(traffic_check.again(repeated) if traffic_check is not None else None):
             yield
 
     lay = [(t.at, t.number) if isinstance(t, Sharded) else None for t in checkpoint_arguments(frame)]

@@ -33,6 +33,7 @@ from dsp.plan.tracing import KEPT, trace
 from dsp.private import (
     COMPILERS_OWN,
     AsyncCollectiveTensor,
+    backward_hooks_of,
     compiled_call,
     compiler_loaded,
     hooks_of,
@@ -216,7 +217,7 @@ class Runtime:
         new.__dict__.update(self.__dict__)
         new.entries, new.recipes, new.kept, new.idle = OrderedDict(), {}, [], threading.Lock()
         # the model is not complete yet
-        copied = "model forward stages signature hooks between followed_in agreement stage_calls graphs"
+        copied = "model forward stages signature hooks between followed_in backward agreement stage_calls graphs"
         for name in copied.split():
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
@@ -234,6 +235,7 @@ class Runtime:
         between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
         self.between = [hooks for m in between for hooks in hooks_of(m)]
         self.followed_in = [*(stage.module for stage in self.stages), *between]
+        self.backward = [hooks for m in (self.model, *self.followed_in) for hooks in backward_hooks_of(m)]
 
     # --- the model ---
 
@@ -260,7 +262,7 @@ class Runtime:
             self.idle.release()
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        settle(self.hooks, self.between)
+        settle(self.hooks, self.between, self.backward)
         for m in self.followed_in if compiler_loaded() else ():
             if compiled_call(m) is not None and type(compiled_call(m)) is not Compiled:
                 self.compiled(m)

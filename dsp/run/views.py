@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from dsp.layout import Axis, Cut, separable
 from dsp.moves import Part, gather_local, switch_all, switch_local
@@ -77,9 +78,19 @@ class ViewBase:
         self.copies.made[cut] = copy
 
 
+def viewed(t: Sharded) -> tuple[Sharded, View] | None:
+    """The tensor that `t` is a view of, and how; None if it has an autograd.Function's backward, not the view's."""
+    if t.viewed_from is not None:
+        with NO():
+            node = t.grad_fn
+        if isinstance(node, BackwardCFunction):
+            t.viewed_from = None
+    return t.viewed_from  # type: ignore[no-any-return]
+
+
 def view_base(t: Sharded) -> ViewBase:
     """The base of a view, or `t` itself, with its copies."""
-    while (view := t.viewed_from) is not None:
+    while (view := viewed(t)) is not None:
         t = view[0]
     return ViewBase(t)
 
@@ -92,7 +103,7 @@ def forget(t: Sharded) -> None:
 def views_of(t: Sharded) -> list[View]:
     """The operations that made `t` of its base, in order."""
     views = []
-    while (view := t.viewed_from) is not None:
+    while (view := viewed(t)) is not None:
         t, made = view
         views.append(made)
     return views[::-1]

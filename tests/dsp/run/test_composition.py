@@ -100,6 +100,33 @@ def test_a_function_of_autograd_at_the_end() -> None:
     assert plan.bytes["backward"] > 0
 
 
+class Reversed(torch.autograd.Function):
+    """A view of its argument, whose gradient is another one's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+        ctx.dims = dims
+        return x.transpose(*dims) if dims else x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -2 * (grad.transpose(*ctx.dims) if ctx.dims else grad), None
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("dims", [(), (0, 2)])
+def test_what_a_function_of_autograd_returns_is_moved_by_itself(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
+    """Not as a view of its argument, which would leave out the function's own backward."""
+
+    def glue(m: toys.SpaceTime, x: Tensor) -> list[Tensor]:
+        y = m.space(x) * 1
+        z = Reversed.apply(y, dims).flatten(1, 2)
+        return [y.flip(2), z.cumsum(0).cumsum(1), Reversed.apply(m.time(y), ())]
+
+    x = torch.randn(2, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
+    exact(toys.SpaceTime(glue).double(), mesh, (x,), rounds=2)
+
+
 class Compared(nn.Module):
     """A loss round a model that leaves another dim sharded than the target has: glue that the plan moves."""
 
