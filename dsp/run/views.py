@@ -37,10 +37,12 @@ def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
 class Copies:
     """A tensor's copies in other layouts (None: whole), made when it had been written `version` times; it holds them.
 
-    The tensor's own part is not stored: it is a view of the tensor, and storing it would make a reference cycle.
+    asks: whether it had a gradient then; what an autograd.Function returns has none until the function has ended. The
+    tensor's own part is not stored: it is a view of the tensor, and storing it would make a reference cycle.
     """
 
     version: int
+    asks: bool
     made: dict[Cut | None, Tensor] = field(default_factory=dict)
 
 
@@ -49,9 +51,11 @@ class ViewBase:
 
     def __init__(self, t: Sharded) -> None:
         self.tensor, self.cut, self.shape = t, t.at.cut, t.at.shape
+        with NO():
+            asks = t.requires_grad
         found: Copies | None = t.copies
-        if found is None or found.version != version(t):  # written in place: the copies are of the past
-            found = t.copies = Copies(version(t))
+        if found is None or (found.version, found.asks) != (version(t), asks):  # the copies are of the past
+            found = t.copies = Copies(version(t), asks)
         self.copies = found
 
     @cached_property

@@ -127,6 +127,26 @@ def test_what_a_function_of_autograd_returns_is_moved_by_itself(mesh: DeviceMesh
     exact(toys.SpaceTime(glue).double(), mesh, (x,), rounds=2)
 
 
+class Remembered(torch.autograd.Function):
+    """It looks at its result in another layout before that has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * 3
+        ctx.sums = y.detach().cumsum(1)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+@pytest.mark.parametrize("mesh", [3])
+def test_a_copy_from_before_there_was_a_gradient_is_made_again(mesh: DeviceMesh) -> None:
+    x = torch.randn(2, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
+    exact(toys.SpaceTime(lambda m, x: Remembered.apply(m.space(x))).double(), mesh, (x,), rounds=2)
+
+
 class Compared(nn.Module):
     """A loss round a model that leaves another dim sharded than the target has: glue that the plan moves."""
 
