@@ -58,6 +58,7 @@ OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for th
 # as getters written in C, for paths on which a Python call would be noticed
 children_of, parameters_of, buffers_of = map(attrgetter, ("_modules", "_parameters", "_buffers"))  # of a module itself
 hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")  # of a module: ordered dicts, by handle
+backward_hooks_of = attrgetter("_backward_pre_hooks", "_backward_hooks")
 compiled_call = attrgetter("_compiled_call_impl")  # what the module's compile() made, or None
 schema_of = attrgetter("_schema")  # of an op
 storage_id = attrgetter("_cdata")  # of a storage: where it is
@@ -232,19 +233,41 @@ def checkpoint_frame() -> Any:
     )
 
 
+CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+
+
+def checkpoint_arguments(frame: Any) -> Sequence[Any]:
+    """The arguments of the activation checkpoint of this frame, in which the caller runs."""
+    caller: Any = sys._getframe(1)
+    while caller is not None:
+        if caller.f_code is CHECKPOINT:
+            made = caller.f_locals["gen"].gi_frame
+            if made is not None and made.f_locals.get("new_frame") is frame:
+                return caller.f_locals["args"]
+        caller = caller.f_back
+    return ()
+
+
 class Recompute:
     """The recomputation of an activation checkpoint within a context, `around()`; it takes its place in the frame.
 
-    key: who asked for the context, which is entered once for each.
+    key: who asked for the context, which is entered once for each. plain: the tensor whose metadata is compared, of one
+    that the checkpoint keeps. given: the arguments as they were, of those that were kept: what keeps them may be the
+    hooks of another checkpoint, from which they come back as plain tensors.
     """
 
-    def __init__(self, frame: Any, key: Any, around: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.inner, self.key, self.around = frame.recompute_fn, key, around
+    def __init__(
+        self, frame: Any, key: Any, around: Callable[[], AbstractContextManager[Any]],
+        plain: Callable[[Any], Any] | None = None, given: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    ) -> None:  # fmt: skip
+        self.inner, self.key, self.around, self.given = frame.recompute_fn, key, around, given
         frame.recompute_fn = self
+        if plain is not None and (metadata := frame.metadata_fn) is not None:
+            frame.metadata_fn = lambda x: metadata(plain(x))
 
     def __call__(self, *args: Any) -> Any:
         with self.around():
-            return self.inner(*args)
+            return self.inner(*(args if self.given is None else self.given(args)))
 
     @staticmethod
     def known(frame: Any, key: Any) -> bool:
@@ -293,10 +316,12 @@ __all__ = [
     "any_device",
     "applied",
     "arrives_by",
+    "backward_hooks_of",
     "backward_node",
     "backward_pass",
     "base_of",
     "buffers_of",
+    "checkpoint_arguments",
     "checkpoint_frame",
     "children_of",
     "compiled_call",

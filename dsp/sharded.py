@@ -184,6 +184,13 @@ def _numel(t: Sharded) -> int:
     return math.prod(t.at.shape)
 
 
+def _grad(t: Sharded) -> Tensor | None:
+    """That of a single process: in backward a rank's part of it is N times as large (docs/numerics.md)."""
+    with NO():
+        grad = t.grad
+    return None if grad is None else carry(plain(grad) / t.at.axis.size, t.at)
+
+
 def _same_size(t: Sharded, other: Tensor) -> bool:
     return t.at.shape == other.shape
 
@@ -204,6 +211,7 @@ READ: dict[Any, Any] = {
     Tensor.is_contiguous: _contiguous,
     Tensor.data_ptr: _data_ptr,
     Tensor.is_same_size: _same_size,
+    Tensor.grad.__get__: _grad,  # type: ignore[union-attr]
     Tensor.__repr__: _described,
     Tensor.__format__: _described,
 }
@@ -211,7 +219,7 @@ READ: dict[Any, Any] = {
 AS_LOCAL = frozenset(
     getattr(Tensor, name).__get__
     for name in """
-dtype device layout requires_grad grad_fn is_leaf grad output_nr itemsize is_cuda is_cpu is_meta is_sparse is_quantized
+dtype device layout requires_grad grad_fn is_leaf output_nr itemsize is_cuda is_cpu is_meta is_sparse is_quantized
 _version retains_grad
 """.split()
 ) | {

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dsp.calls import GlueError, replaced, tensor_args
 from dsp.layout import At, Cut
@@ -26,11 +27,12 @@ from dsp.private import (
 from dsp.rules.functions import LOOKS, TELLING
 from dsp.run.follow import follow, source
 from dsp.run.forward import Run
+from dsp.run.gradient_hooks import GradientHook
 from dsp.run.lookup import InTurn, NoKey
 from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
-from dsp.run.whole import GlueOnWholes, parted, sharded_in, writes
+from dsp.run.whole import Again, GlueOnWholes, in_backward, parted, sharded_in, writes
 from dsp.sharded import Sharded, carry, plain
-from dsp.tensors import map_tensors, memory, plainly, tensors_in
+from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
 
 SAME = "same"  # the recipe of what returns its first argument as it is
@@ -222,6 +224,23 @@ class Glue(GlueOnWholes):
         if saving_hooks(False) is not None or script is None or script.compiled or self.run.by_graph:
             return False
         return all(p.simple and p.src != p.dst and not p.small(size) for p in parts)
+
+    def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            return self.hooked(func, *args, **kwargs)
+        return super().metadata(func, what, args, kwargs)
+
+    def again(self) -> Again:
+        return in_backward(self.run, None)
+
+    def hooked(self, func: Any, t: Tensor, hook: Any = None) -> Any:
+        """Register a hook on the gradient of a tensor, or have the gradient kept: either is of a single process."""
+        run = self.run
+        with NO():
+            if isinstance(t, DTensor) or t.is_leaf or not t.requires_grad or (hook is None and isinstance(t, Sharded)):
+                return func(t, hook) if func is Tensor.register_hook else func(t)
+            made = t.register_hook(GradientHook(t, run.axis, self.again(), hook))
+            return made if func is Tensor.register_hook else func(t)
 
 
 def send_ahead(run: Run, part: Part) -> Tensor:

@@ -14,11 +14,13 @@ from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
 from dsp.sharded import ACTIVE, Sharded, plain
 
 
-def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int, Any]]) -> None:
+def settle(
+    own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int, Any]], backward: Iterable[dict[int, Any]]
+) -> None:
     """Put our hooks, of which `own` has module and keys, outside of those that came later (fully_shard's).
 
     Those must see local tensors: ours go first in and last out. And in hooks `between` stages no plan counted what
-    others do.
+    others do, and those for `backward` of stages and modules between them see parts of gradients.
     """
     for module, pre, post in own:
         before, after = hooks_of(module)
@@ -30,6 +32,25 @@ def settle(own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int
         for key, hook in hooks.items():
             if not isinstance(hook, Aside) and foreign(hook):
                 hooks[key] = Aside(hook)
+    for hooks in filter(None, backward):
+        for key, hook in hooks.items():
+            if not isinstance(hook, Looking):
+                hooks[key] = Looking(hook)
+
+
+class Looking:
+    """A hook on the backward of a module: it may look at gradients and change none, for it sees a rank's parts."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, *gradients: Any) -> None:
+        if self.hook(module, *gradients) is not None:
+            raise RuntimeError(
+                f"a backward hook on {type(module).__name__} returned gradients in place of those that it was given, "
+                "which are this rank's shards, times the number of ranks: expected None. To change a gradient, call "
+                "y.register_hook(hook) in the forward, on a tensor between stages: it gets that of a single process"
+            )
 
 
 class Compiled:

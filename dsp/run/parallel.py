@@ -34,6 +34,7 @@ from dsp.plan.tracing import KEPT
 from dsp.private import (
     COMPILERS_OWN,
     AsyncCollectiveTensor,
+    backward_hooks_of,
     compiled_call,
     compiler_loaded,
     hooks_of,
@@ -183,7 +184,7 @@ class FullRuntime(Runtime):
     a forward that reads its data is recorded, and may be one graph.
     """
 
-    OWN = f"{Runtime.OWN} between followed_in agreement graphs"
+    OWN = f"{Runtime.OWN} between followed_in backward agreement graphs"
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
@@ -211,6 +212,7 @@ class FullRuntime(Runtime):
         between = [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
         self.between = [hooks for m in between for hooks in hooks_of(m)]
         self.followed_in = [*(stage.module for stage in self.stages), *between]
+        self.backward = [hooks for m in (self.model, *self.followed_in) for hooks in backward_hooks_of(m)]
 
     def between_stages(self, run: Run) -> Glue:
         cut = in_pieces(self.stages, run.script) if run.script is not None and run.script.in_pieces else ()
@@ -241,7 +243,7 @@ class FullRuntime(Runtime):
             self.idle.release()
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        settle(self.hooks, self.between)
+        settle(self.hooks, self.between, self.backward)
         if compiler_loaded():
             self.look_for_compiled()
         leaves, spec = taken_apart(args, kwargs)

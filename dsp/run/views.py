@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from dsp.layout import Axis, Cut, separable
 from dsp.moves import Part, gather_local, switch_all, switch_local
@@ -35,10 +36,12 @@ def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
 class Copies:
     """A tensor's copies in other layouts (None: whole), made when it had been written `version` times; it holds them.
 
-    The tensor's own part is not stored: it is a view of the tensor, and storing it would make a reference cycle.
+    asks: whether it had a gradient then; what an autograd.Function returns has none until the function has ended. The
+    tensor's own part is not stored: it is a view of the tensor, and storing it would make a reference cycle.
     """
 
     version: int
+    asks: bool
     made: dict[Cut | None, Tensor] = field(default_factory=dict)
 
 
@@ -47,9 +50,11 @@ class ViewBase:
 
     def __init__(self, t: Sharded) -> None:
         self.tensor, self.cut, self.shape = t, t.at.cut, t.at.shape
+        with NO():
+            asks = t.requires_grad
         found: Copies | None = t.copies
-        if found is None or found.version != version(t):  # written in place: the copies are of the past
-            found = t.copies = Copies(version(t))
+        if found is None or (found.version, found.asks) != (version(t), asks):  # the copies are of the past
+            found = t.copies = Copies(version(t), asks)
         self.copies = found
 
     @cached_property
@@ -93,9 +98,19 @@ class Replay(Protocol):
     def of(self, local: Tensor) -> Any: ...
 
 
+def viewed(t: Sharded) -> tuple[Sharded, View] | None:
+    """The tensor that `t` is a view of, and how; None if it has an autograd.Function's backward, not the view's."""
+    if t.viewed_from is not None:
+        with NO():
+            node = t.grad_fn
+        if isinstance(node, BackwardCFunction):
+            t.viewed_from = None
+    return t.viewed_from
+
+
 def view_base(t: Sharded) -> ViewBase:
     """The base of a view, or `t` itself, with its copies."""
-    while (view := t.viewed_from) is not None:
+    while (view := viewed(t)) is not None:
         t = view[0]
     return ViewBase(t)
 
@@ -108,7 +123,7 @@ def forget(t: Sharded) -> None:
 def views_of(t: Sharded) -> list[View]:
     """The operations that made `t` of its base, in order."""
     views = []
-    while (view := t.viewed_from) is not None:
+    while (view := viewed(t)) is not None:
         t, made = view
         views.append(made)
     return views[::-1]

@@ -6,8 +6,8 @@ it; where the plan wants a result sharded, each rank takes its part of it. `dsp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -21,21 +21,23 @@ from dsp.compile_off import CompileOff
 from dsp.layout import Cut
 from dsp.observers import observing
 from dsp.plan.choices import WRITES
-from dsp.plan.script import GlueStep, PlannedNode, Via, key_of_operation
+from dsp.plan.script import GlueStep, PlannedNode, Script, Via, key_of_operation
 from dsp.private import (
     Recompute,
     _get_current_function_mode,
     _pop_mode,
     _push_mode,
+    checkpoint_arguments,
     checkpoint_frame,
     compiler_loaded,
     saving_hooks,
 )
 from dsp.run.forward import Run, Unfit
-from dsp.sharded import ACTIVE, READ, Sharded
+from dsp.sharded import ACTIVE, READ, Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, plainly, tensors_in
 from dsp.traits import Traits
 
+Again = Callable[[], AbstractContextManager[Run]]  # operations between stages, in backward
 PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
 
 
@@ -233,6 +235,23 @@ def sharded_in(args: Any, kwargs: Any) -> list[Sharded]:
     return found
 
 
+def in_backward(run: Run, script: Script | None) -> Again:
+    """A context in which operations between stages run in backward as in this run, by `script`."""
+    arguments = run.axis, script, run.root_sizes, run.recipes if script is run.script else {}, run.first
+    turns, current = dict(run.turns), ACTIVE.get()
+    assert current is not None
+    runtime = current[0]
+
+    @contextmanager
+    def again() -> Iterator[Run]:
+        repeated = Run(*arguments, turns)
+        repeated.again = True
+        with active(runtime, repeated):
+            yield repeated
+
+    return again
+
+
 def note_checkpoint(run: Run) -> None:
     """Inside a checkpointed region: let its recomputation in backward run under this run's script again."""
     frame = checkpoint_frame()
@@ -240,16 +259,18 @@ def note_checkpoint(run: Run) -> None:
         return
     if run.by_graph:
         raise Unfit("it has an activation checkpoint")
-    arguments = run.axis, run.script, run.root_sizes, run.recipes, run.first, dict(run.turns)
-    traffic_check, runtime = run.traffic_check, ACTIVE.get()
+    traffic_check, again = run.traffic_check, in_backward(run, run.script)
 
     @contextmanager
     def around() -> Iterator[None]:
-        again = Run(*arguments)
-        again.again = True
-        again.traffic_check = traffic_check
-        assert runtime is not None
-        with active(runtime[0], again), observing(traffic_check.again(again) if traffic_check is not None else None):
+        with again() as repeated, observing(traffic_check.again(repeated) if traffic_check is not None else None):
             yield
 
-    Recompute(frame, note_checkpoint, around)
+    lay = [(t.at, t.number) if isinstance(t, Sharded) else None for t in checkpoint_arguments(frame)]
+
+    def given(args: Sequence[Any]) -> Sequence[Any]:
+        first = len(args) - len(lay)
+        found = zip(args[first:], lay)
+        return *args[:first], *(carry(a, *at) if at is not None and type(a) is Tensor else a for a, at in found)
+
+    Recompute(frame, note_checkpoint, around, plain, given)

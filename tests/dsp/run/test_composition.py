@@ -100,6 +100,53 @@ def test_a_function_of_autograd_at_the_end() -> None:
     assert plan.bytes["backward"] > 0
 
 
+class Reversed(torch.autograd.Function):
+    """A view of its argument, whose gradient is another one's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+        ctx.dims = dims
+        return x.transpose(*dims) if dims else x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -2 * (grad.transpose(*ctx.dims) if ctx.dims else grad), None
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("dims", [(), (0, 2)])
+def test_what_a_function_of_autograd_returns_is_moved_by_itself(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
+    """Not as a view of its argument, which would leave out the function's own backward."""
+
+    def glue(m: toys.SpaceTime, x: Tensor) -> list[Tensor]:
+        y = m.space(x) * 1
+        z = Reversed.apply(y, dims).flatten(1, 2)
+        return [y.flip(2), z.cumsum(0).cumsum(1), Reversed.apply(m.time(y), ())]
+
+    x = torch.randn(2, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
+    exact(toys.SpaceTime(glue).double(), mesh, (x,), rounds=2)
+
+
+class Remembered(torch.autograd.Function):
+    """It looks at its result in another layout before that has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * 3
+        ctx.sums = y.detach().cumsum(1)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+@pytest.mark.parametrize("mesh", [3])
+def test_a_copy_from_before_there_was_a_gradient_is_made_again(mesh: DeviceMesh) -> None:
+    x = torch.randn(2, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
+    exact(toys.SpaceTime(lambda m, x: Remembered.apply(m.space(x))).double(), mesh, (x,), rounds=2)
+
+
 class Compared(nn.Module):
     """A loss round a model that leaves another dim sharded than the target has: glue that the plan moves."""
 
@@ -670,6 +717,27 @@ def test_a_checkpoint_around_the_whole_model(mesh: DeviceMesh, forward: Any) -> 
     model = copy.deepcopy(single)
     dsp.parallelize(model.part, mesh)
     beside(single, model, mesh, (torch.randn(1, 5, 7, toys.C).double(),), rounds=2)
+
+
+def nested(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    """Checkpoints three deep, of which each hands on what it makes; the second begins with the third."""
+    again = partial(checkpoint, use_reentrant=False)
+    inner = partial(again, lambda x: m.space(x.softmax(2)).softmax(1))
+    return again(lambda x: again(lambda y: m.time(inner(y).sin()), x.sin()).cumsum(1), m.space(x))
+
+
+def kept_elsewhere(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    """A checkpoint whose argument is kept by the hooks of somebody else, such as those that bring it to the host."""
+    x = m.space(x)
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda x: x):
+        return checkpoint(lambda x: m.time(x.softmax(1)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("build", [nested, kept_elsewhere])
+def test_the_arguments_of_a_checkpoint_stay_sharded_whoever_keeps_them(mesh: DeviceMesh, build: Any) -> None:
+    x = torch.randn(1, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
+    exact(toys.SpaceTime(build).double(), mesh, (x,), rounds=2)
 
 
 def test_reentrant_checkpointing_is_refused(mesh: DeviceMesh) -> None:

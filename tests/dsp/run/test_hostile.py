@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import dsp
-from tests.support.beside import averaged, exact
+from tests.support.beside import averaged, beside, exact
 from tests.support.slow import slow
 from tests.support.toys import Along, Blocks, C, Core, Fn, SpaceTime
 
@@ -71,6 +72,44 @@ def test_dropout_draws_one_mask_for_all_and_the_same_again_in_backward(ranks, ck
     assert 0.10 < float((y != 0).double().mean()) < 0.26  # 0.75 ** 6 = 0.18
     parts = y.chunk(n, 1)
     assert not any(torch.equal(parts[0] != 0, p != 0) for p in parts[1:])
+
+
+# --- hooks on gradients ----------------------------------------------------------------------------------------------
+
+
+def hooked(m: SpaceTime, x: Tensor) -> Tensor:
+    """Hooks that are not linear, on sharded tensors and on replicated ones; one that compares with a tensor."""
+    x.register_hook(lambda g: g.clamp(-0.2, 0.2))
+    y = m.space(x)
+    open_ = y.detach().sigmoid()
+    y.register_hook(lambda g: g * open_ / g.norm() + g.mean(1, keepdim=True))
+    means = y.mean((1, 2))
+    means.register_hook(lambda g: g / g.norm())
+    means.register_hook(lambda g: None)
+    m.kept = y, means
+    for t in m.kept:
+        t.retain_grad()
+    return m.time(checkpoint(lambda y: y.flip(1), y, use_reentrant=False)) + means[:, None, None]
+
+
+@pytest.mark.parametrize("mesh", [3])
+def test_a_hook_on_a_gradient_sees_that_of_one_process(mesh: DeviceMesh) -> None:
+    single = SpaceTime(hooked).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    beside(single, model, mesh, (torch.randn(1, 7, 5, C, dtype=torch.float64, requires_grad=True),))
+    for found, expected in zip(model.kept, single.kept):
+        torch.testing.assert_close(dsp.gather(found.grad), expected.grad)
+
+
+def test_a_hook_of_a_module_may_look_at_gradients_alone(mesh: DeviceMesh) -> None:
+    model, x = SpaceTime(lambda m, x: m.time(m.space(x))), torch.randn(1, 6, 5, C)
+    seen = list[Any]()
+    dsp.parallelize(model, mesh).time.register_full_backward_hook(lambda m, *gradients: seen.append(gradients))
+    model(x).sum().backward()
+    assert seen
+    model.space.register_full_backward_pre_hook(lambda m, gradients: gradients)
+    with pytest.raises(RuntimeError, match=r"a backward hook on Along returned gradients .* y.register_hook"):
+        model(x).sum().backward()
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
