@@ -241,7 +241,7 @@ def checkpoint_arguments(frame: Any) -> Sequence[Any]:
         if caller.f_code is CHECKPOINT:
             made = caller.f_locals["gen"].gi_frame
             if made is not None and made.f_locals.get("new_frame") is frame:
-                return caller.f_locals["args"]  # type: ignore[no-any-return]
+                return caller.f_locals["args"]
         caller = caller.f_back
     return ()
 

@@ -37,6 +37,7 @@ from dsp.rules.between import Between
 from dsp.rules.functions import DTYPE_ARG, LOOKS, TELLING, Traits
 from dsp.run.follow import follow, parted, source, writes
 from dsp.run.forward import Run, Unfit
+from dsp.run.functions import Intercepting
 from dsp.run.gradient_hooks import Again, GradientHook
 from dsp.run.lookup import InTurn
 from dsp.run.piecewise import in_pieces
@@ -51,7 +52,7 @@ def active(runtime: Any, run: Run) -> Iterator[None]:
     token, run.mode = ACTIVE.set((runtime, run)), Glue(run)
     cut = in_pieces(runtime.stages, run.script) if run.script is not None and run.script.in_pieces else ()
     try:
-        with run.mode:
+        with Intercepting(), run.mode:
             yield
     finally:
         for forward in cut:
@@ -101,6 +102,9 @@ class Glue(Between):
         if not self.popped:  # an exception that no hook saw may have left a stage open
             super().__exit__(*exc)
         self.asleep = self.popped = False
+
+    def again(self) -> Again:
+        return in_backward(self.run, None)
 
     def sharded(self, t: Tensor) -> bool:
         return isinstance(t, Sharded)
@@ -173,6 +177,7 @@ class Glue(Between):
     def first_time(self, op: GlueCall, key: Any) -> Any:
         """An operation without a recipe, which is kept for those that have its key."""
         run, tensors, shells, name = op.run, op.tensors, op.shells, op.what.name
+        run.refuse_graph()
         alike = None if op.node is None else run.recipes[key].alike
         if op.node is None:
             alike, op.node = run.find(key_of_operation(name, op.args, op.kwargs, run.reads(tensors, shells)))
@@ -333,7 +338,7 @@ class Glue(Between):
         with NO():
             if isinstance(t, DTensor) or t.is_leaf or not t.requires_grad or (hook is None and isinstance(t, Sharded)):
                 return func(t, hook) if func is Tensor.register_hook else func(t)
-            made = t.register_hook(GradientHook(t, run.axis, in_backward(run, None), hook))
+            made = t.register_hook(GradientHook(t, run.axis, self.again(), hook))
             return made if func is Tensor.register_hook else func(t)
 
 

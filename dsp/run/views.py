@@ -89,7 +89,7 @@ def viewed(t: Sharded) -> tuple[Sharded, View] | None:
             node = t.grad_fn
         if isinstance(node, BackwardCFunction):
             t.viewed_from = None
-    return t.viewed_from  # type: ignore[no-any-return]
+    return t.viewed_from
 
 
 def view_base(t: Sharded) -> ViewBase:
