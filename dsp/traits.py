@@ -32,6 +32,7 @@ has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.de
 # functions whose plain name is that of another: what reads a number is no cast
 HOMONYMS = {
     torch.embedding: "embedding_of_weight",
+    torch.ops.aten.detach.default: "detach",  # of what an autograd.Function saves of its results
     torch.binary_cross_entropy_with_logits: "binary_cross_entropy_by_number",
     torch.nn.functional.unfold: "im2col",
     torch.autograd.grad: "autograd_grad",

@@ -45,6 +45,7 @@ class Run(Lookup):
         self.began = False  # whether a stage has returned
         self.in_stage: InStage | None = None
         self.again = False  # whether it computes again what an activation checkpoint did not keep
+        self.in_function = False  # whether it is the backward of an autograd.Function, which may not begin another one
         self.pieces: Any = None  # `dsp.run.piecewise.Pieces` of the stage call that runs now, if it is cut
         self.where: Where = INPUTS  # what moves are for
         self.traffic_check: Any = None  # compares what it sends with its plan
@@ -84,6 +85,15 @@ class Run(Lookup):
         except Exception as error:
             log.info("this forward is not planned for the next calls either: %s: %s", type(error).__name__, error)
             self.recorder = None
+
+    def refuse_graph(self) -> None:
+        """Raise GlueError where the backward of an autograd.Function makes what has a backward of its own."""
+        if self.in_function and torch.is_grad_enabled():
+            raise GlueError(
+                "the backward of an autograd.Function between stages computes with gradients enabled, as for a "
+                "backward of its own, which would give wrong gradients of weights. Put the function into a stage, a "
+                "submodule with a pattern, where tensors are local; or use torch.utils.checkpoint(use_reentrant=False)"
+            )
 
     # --- sharded tensors ---
 

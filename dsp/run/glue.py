@@ -27,6 +27,7 @@ from dsp.private import (
 from dsp.rules.functions import LOOKS, TELLING
 from dsp.run.follow import follow, source
 from dsp.run.forward import Run
+from dsp.run.functions import Intercepting
 from dsp.run.gradient_hooks import GradientHook
 from dsp.run.lookup import InTurn, NoKey
 from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
@@ -35,11 +36,20 @@ from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
 
+FUNCTIONS = Intercepting()
 SAME = "same"  # the recipe of what returns its first argument as it is
 
 
 class Glue(GlueOnWholes):
     """The mode of a run whose operations between stages run on local parts, where a rule says how."""
+
+    def __enter__(self) -> Any:
+        FUNCTIONS.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        FUNCTIONS.__exit__(*exc)
 
     def wait(self, what: Traits, args: Any, kwargs: Any) -> None:
         if what.name in TELLING or not (what.metadata or what.name in LOOKS):
@@ -88,6 +98,7 @@ class Glue(GlueOnWholes):
     def first_time(self, op: RuledCall, key: Any) -> Any:
         """An operation without a recipe, which is kept for those that have its key."""
         run, tensors, shells, name = op.run, op.tensors, op.shells, op.what.name
+        run.refuse_graph()
         alike = None if op.node is None else run.recipes[key].alike
         if op.node is None:
             alike, op.node = run.find(key_of_operation(name, op.args, op.kwargs, run.reads(tensors, shells)))

@@ -182,6 +182,7 @@ class StageCalls:
         self, run: Run, stage: Stage, args: Any, kwargs: Any, key: Any, node: PlannedNode | None
     ) -> StageDecision:
         """The decision for a call like which there was none; it is kept for those that come."""
+        run.refuse_graph()
         alike = None if node is None else run.recipes[key].alike
         if node is None:
             tensors = tensors_in((args, kwargs))

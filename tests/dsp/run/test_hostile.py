@@ -112,6 +112,83 @@ def test_a_hook_of_a_module_may_look_at_gradients_alone(mesh: DeviceMesh) -> Non
         model(x).sum().backward()
 
 
+# --- functions of autograd --------------------------------------------------------------------------------------------
+
+
+class Surrogate(torch.autograd.Function):
+    """A step forward and something smooth backward, of what is saved: of arguments and of results."""
+
+    @staticmethod
+    def forward(x: Tensor, steps: float) -> tuple[Tensor, Tensor]:
+        return (x * steps).round(), x.cumsum(1).tanh()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.steps = inputs[1]
+        ctx.save_for_backward(inputs[0], output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, sums: Tensor) -> tuple[Tensor, None]:
+        x, y = ctx.saved_tensors
+        assert ctx.needs_input_grad == (True, False)
+        after = (sums * (1 - y * y)).flip(1).cumsum(1).flip(1)
+        return ctx.steps * grad * (x.abs() < 1) + after / after.norm(), None
+
+
+class Scaled(torch.autograd.Function):
+    """A weight for all positions, whose gradient is a sum over them, and a centred one of the positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return (grad - grad.mean((1, 2), keepdim=True)) * w, (grad * x).sum((0, 1, 2))
+
+
+class Applies(SpaceTime):
+    def __init__(self) -> None:
+        super().__init__(lambda m, x: m.time(checkpoint(m.glue, m.space(x), use_reentrant=False)) + m.glue(x))
+        self.w = nn.Parameter(torch.randn(C))
+
+    def glue(self, x: Tensor) -> Tensor:
+        y, z = Surrogate.apply(x, 4.0)
+        return Scaled.apply(y + z, self.w * self.w)
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_a_function_of_autograd_is_exact_between_stages(mesh: DeviceMesh) -> None:
+    before = torch.autograd.Function.__dict__["apply"]
+    x = torch.randn(2, 7, 5, C, dtype=torch.float64, requires_grad=True)
+    exact(Applies().double(), mesh, (x,), rounds=2)
+    assert torch.autograd.Function.__dict__["apply"] is before
+
+
+class Again(torch.autograd.Function):
+    """It computes again what has weights, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stage: nn.Module) -> Tensor:
+        ctx.x, ctx.stage = x.detach(), stage
+        return stage(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            torch.autograd.backward(ctx.stage(x), grad)
+        return x.grad, None
+
+
+def test_a_function_of_autograd_that_begins_a_backward_is_refused(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(SpaceTime(lambda m, x: m.time(Again.apply(m.space(x), m.time))), mesh)
+    with pytest.raises(dsp.GlueError, match=r"gradients enabled.* Put the function into a stage"):
+        model(torch.randn(1, 6, 5, C)).sum().backward()
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
