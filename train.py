@@ -119,7 +119,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     plan = make_plan(config, task, objective, sp, route=route, overlap=overlap)
     check_memory(config, task, model, plan, device)
     directory = ranks.on_first_rank(lambda: open_run(config, owner))
-    stop.progress.of(model, ranks.on_first_rank(lambda: flight.folder(directory)))
+    stop.model, stop.folder = model, ranks.on_first_rank(lambda: flight.folder(directory))
     if dist.get_rank() == 0:
         console.keep(directory / "console.log")
         for line in opening(config, task, model, plan, (replicate, shard, sp), device, directory):
@@ -194,7 +194,7 @@ def loop(run: Run) -> bool:
     try:
         assess(run, step)
         for step in range(run.start + 1, steps + 1):
-            run.stop.progress.doing, bucket = f"step {step}", run.task.bucket(step - 1, groups)
+            run.stop.doing, bucket = f"step {step}", run.task.bucket(step - 1, groups)
             tokens, plan = run.task.batch_tokens(bucket), plan_of(run, bucket)
             each = config.train.accumulation * groups
             with run.profiler.step(step), meter.step(tokens * each, plan.flops_model * each):

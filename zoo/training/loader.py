@@ -50,9 +50,7 @@ def batches(
         made = iter(loader)
     for inputs in made:
         if isinstance(inputs, Failed):
-            error = UserError(inputs.message)
-            error.alone = True
-            raise error
+            raise UserError(inputs.message, alone=True)
         yield {name: task.part(*x) if isinstance(x, Part) else x for name, x in inputs.items()}
 
 
