@@ -144,7 +144,7 @@ def read_video(path: Path) -> None:
 
 
 def read_state(path: Path) -> None:
-    verify.check_state(path, verify.read_json(path), 3)
+    verify.check_state(path, 3)
 
 
 def read_config(path: Path) -> None:
