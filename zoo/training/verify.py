@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_state(path: Path, step: int) -> dict[str, Any]:
-    """The state that a file holds; Damaged if it is of another version or, in a folder that was renamed, another step."""
+    """The state that a file holds; Damaged if it is of another version or, as in a renamed folder, another step."""
     state = read_json(path)
     for key, expected in {"format": FORMAT, "step": step}.items():
         if state.get(key) != expected:
