@@ -231,7 +231,7 @@ def test_what_is_held_does_not_change_and_an_error_is_raised(tmp_path):
         with torch.no_grad():
             before = model.weight.full_tensor().clone()
             model.weight.zero_()
-        assert torch.equal(held.tensors["model"]["weight"].full_tensor(), before)
+        assert torch.equal(held.tensors["model", "weight"].full_tensor(), before)
         saver.save(1, contents, {})
         saver.wait()
         assert (tmp_path / "step-00000001" / "manifest.json").exists()
