@@ -33,7 +33,7 @@ from zoo.training.account import closing, opening
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Kept, Outcome
-from zoo.training.loader import Micro, batches, place
+from zoo.training.loader import batches, place
 from zoo.training.meter import Meter, log_line, named
 from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, overlap_in, without_weights
 from zoo.training.optim import (
@@ -185,7 +185,7 @@ def loop(run: Run) -> bool:
     """Train to the last step. False if a signal ended it before."""
     config, steps = run.config, run.config.train.steps
     group, groups = data_parallel(run)
-    wanted = Micro(run.start, steps, config.train.accumulation)
+    wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
     batch = partial(user_error, run.task.batch, run.objective, group=group, groups=groups, alone=True)
     before = ranks.on_first_rank(lambda: run.tracker.elapsed if run.tracker else 0.0)
     meter = Meter(config, dist.get_world_size(), run.device, before)
