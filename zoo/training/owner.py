@@ -97,7 +97,7 @@ class Owner:
 
 
 def _read(file: int) -> dict[str, Any]:
-    """What an owner wrote; {} for none, as where it was killed while it wrote."""
+    """The words of an owner; {} for none, as where it was killed while it wrote."""
     try:
         there = json.loads(os.pread(file, 4096, 0))
         return {key: there[key] for key in ("host", "pid", "since")}
