@@ -60,9 +60,8 @@ class Contents:
 
     def tensors(self) -> Tensors:
         """The tensors as this run holds them."""
-        found: Tensors = {
-            ("model", name): value for name, value in get_model_state_dict(self.model, options=TRAINED).items()
-        }
+        weights: Any = get_model_state_dict(self.model, options=TRAINED)
+        found: Tensors = {("model", name): value for name, value in weights.items()}
         if self.average:
             found |= {("average", name): value for name, value in self.average.values.items()}
         if self.optimizer is not None:
@@ -304,20 +303,20 @@ def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> 
         for key, value in wanted.items():
             if stored[key] is not value:
                 value.copy_(_rows(stored[key], contents.orders[key[1]]))
-    weights = {key[1]: value for key, value in tensors.items() if key[0] == "model" or swap}
+    weights: Any = {key[1]: value for key, value in tensors.items() if key[0] == "model" or swap}
     set_model_state_dict(model, weights, options=TRAINED)
     if average and not _has_average(metadata):
         average.restart()
     if optimizers is not None:
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
-        for (kind, name, *moment), value in tensors.items():
-            if kind == "optimizer":
-                state["state"][name][moment[0]] = value
+        for (kind, name, *rest), value in tensors.items():
+            for moment in rest if kind == "optimizer" else ():
+                state["state"][name][moment] = value
         packed = _packed(optimizers)
         set_optimizer_state_dict(model, optimizers, state)
-        for optimizer, p, key, value in packed:
-            local_part(value).copy_(local_part(optimizer.state[p][key]))
-            optimizer.state[p][key] = value
+        for optimizer, p, moment, value in packed:
+            local_part(value).copy_(local_part(optimizer.state[p][moment]))
+            optimizer.state[p][moment] = value
 
 
 # ------------------------------------------------------------------------------------------------------------ helpers

@@ -44,7 +44,8 @@ def process_group(
     borrowed, watch = dist.is_initialized(), None
     notes, zoo = logging.StreamHandler(sys.stdout), logging.getLogger("zoo")
     progress = progress or Progress()
-    store, rank, world = dist.HashStore(), 0, 1
+    store: dist.Store = dist.HashStore()
+    rank, world = 0, 1
     try:
         if not borrowed and "RANK" in os.environ:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -163,7 +163,7 @@ class Watch:
                 beaten, beat = now, (self.progress.count, *self.progress.where())
                 self.me.note(*beat)
                 self._say(beat=beat)
-            ends = {peer.end: peer for peer in self.peers if peer.end and not peer.left}
+            ends: dict[Any, Peer] = {peer.end: peer for peer in self.peers if peer.end and not peer.left}
             for end in wait(list(ends), min(BEAT, self.timeout) / 4):
                 self._take(ends[end], received(end))
             self._judge(time.monotonic())
