@@ -287,7 +287,7 @@ def _has_average(metadata: Metadata) -> bool:
 
 def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> None:
     """Fill the tensors of `contents`; `swap`: those of the model with the averaged weights."""
-    model, optimizers, average = contents.model, contents.optimizer, contents.average
+    model, average = contents.model, contents.average
     known, tensors = metadata.state_dict_metadata, contents.tensors()
     if swap:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -307,16 +307,21 @@ def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> 
     set_model_state_dict(model, weights, options=TRAINED)
     if average and not _has_average(metadata):
         average.restart()
-    if optimizers is not None:
-        state: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
-        for (kind, name, *rest), value in tensors.items():
-            for moment in rest if kind == "optimizer" else ():
-                state["state"][name][moment] = value
-        packed = _packed(optimizers)
-        set_optimizer_state_dict(model, optimizers, state)
-        for optimizer, p, moment, value in packed:
-            local_part(value).copy_(local_part(optimizer.state[p][moment]))
-            optimizer.state[p][moment] = value
+    if contents.optimizer is not None:
+        _set_moments(model, contents.optimizer, tensors)
+
+
+def _set_moments(model: nn.Module, optimizers: Any, tensors: Tensors) -> None:
+    """Give optimizers the moments of `tensors`; those that they keep in fewer bits stay so."""
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
+    for (kind, name, *rest), value in tensors.items():
+        for moment in rest if kind == "optimizer" else ():
+            state["state"][name][moment] = value
+    packed = _packed(optimizers)
+    set_optimizer_state_dict(model, optimizers, state)
+    for optimizer, p, moment, value in packed:
+        local_part(value).copy_(local_part(optimizer.state[p][moment]))
+        optimizer.state[p][moment] = value
 
 
 # ------------------------------------------------------------------------------------------------------------ helpers
