@@ -33,7 +33,7 @@ from zoo.training.account import closing, opening
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Kept, Outcome
-from zoo.training.loader import Micro, batches, place
+from zoo.training.loader import batches, place
 from zoo.training.meter import Meter, log_line, named
 from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, overlap_in, without_weights
 from zoo.training.optim import (
@@ -119,7 +119,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     plan = make_plan(config, task, objective, sp, route=route, overlap=overlap)
     check_memory(config, task, model, plan, device)
     directory = ranks.on_first_rank(lambda: open_run(config, owner))
-    stop.progress.of(model, ranks.on_first_rank(lambda: flight.folder(directory)))
+    stop.model, stop.folder = model, ranks.on_first_rank(lambda: flight.folder(directory))
     if dist.get_rank() == 0:
         console.keep(directory / "console.log")
         for line in opening(config, task, model, plan, (replicate, shard, sp), device, directory):
@@ -185,7 +185,7 @@ def loop(run: Run) -> bool:
     """Train to the last step. False if a signal ended it before."""
     config, steps = run.config, run.config.train.steps
     group, groups = data_parallel(run)
-    wanted = Micro(run.start, steps, config.train.accumulation)
+    wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
     batch = partial(user_error, run.task.batch, run.objective, group=group, groups=groups, alone=True)
     before = ranks.on_first_rank(lambda: run.tracker.elapsed if run.tracker else 0.0)
     meter = Meter(config, dist.get_world_size(), run.device, before)
@@ -194,7 +194,7 @@ def loop(run: Run) -> bool:
     try:
         assess(run, step)
         for step in range(run.start + 1, steps + 1):
-            run.stop.progress.doing, bucket = f"step {step}", run.task.bucket(step - 1, groups)
+            run.stop.doing, bucket = f"step {step}", run.task.bucket(step - 1, groups)
             tokens, plan = run.task.batch_tokens(bucket), plan_of(run, bucket)
             each = config.train.accumulation * groups
             with run.profiler.step(step), meter.step(tokens * each, plan.flops_model * each):

@@ -316,8 +316,8 @@ FAULTS = [
     Fault(
         "a checkpoint stores permuted rows in the order of this run's ranks",
         "zoo/training/checkpoint.py",
-        "found[key] = value if order is None else _rows(value, order.argsort())",
-        "found[key] = value if order is None else _rows(value, order)",
+        "key: _rows(value, self.orders[key[1]].argsort()) if",
+        "key: _rows(value, self.orders[key[1]]) if",
         "training/test_checkpoint dsp/embedded/test_embedded_tensor",
     ),
     # what was found wrong in models that nobody here had seen, and its mend undone

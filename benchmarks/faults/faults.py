@@ -1,7 +1,7 @@
 """Faults of every kind, one after another: is anything lost, is every fault one line, does everyone leave?
 
     python benchmarks/faults/faults.py [--kills 30] [--launchers 3] [--hangs 10] [--damages 100] [--mutations 15000]
-                                       [--memory 15] [--only KIND ...] [--steps 120] [--seed 0] [--out faults.json]
+                                       [--memory 14] [--only KIND ...] [--steps 120] [--seed 0] [--out faults.json]
 
 kills      SIGKILL for a rank of two, at any moment or inside a save, then resume; the curve is that of a quiet run
 launchers  SIGKILL for torchrun; its ranks have to leave
@@ -330,7 +330,7 @@ OF_FILES: dict[str, Callable[..., None]] = {"mutations": inputs.mutations, "memo
 
 
 def main(arguments: Sequence[str]) -> int:
-    usual = {"kills": 30, "launchers": 3, "hangs": 10, "damages": 100, "mutations": 15000, "memory": 15}
+    usual = {"kills": 30, "launchers": 3, "hangs": 10, "damages": 100, "mutations": 15000, "memory": 14}
     o = options(__doc__, arguments, {"only": usual}, **usual, only=list(usual), steps=120, seed=0, out=None)
     report, began = Report(), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="dsp-faults-"))

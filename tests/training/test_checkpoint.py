@@ -189,15 +189,14 @@ def test_another_model_is_refused(run):
     text = str(error.value)
     assert "checkpoint of another model" in text
     assert "config.hidden: 7 in the checkpoint, 9 here" in text
-    assert "7 tensors of another shape" in text
-    assert "0.weight (7, 5) -> (9, 5)" in text
+    assert "model.0.weight: (7, 5) in the checkpoint, (9, 5) here" in text
     assert same(values(model), before)
 
     deeper = nn.Sequential(*toy()[0], nn.Linear(3, 3))
     with pytest.raises(UserError) as error:
         checkpoint.load(directory, Contents(deeper, identity=IDENTITY))
-    assert "1 tensors only in the checkpoint: unused (3,)" in str(error.value)
-    assert "2 tensors only in this model: 3.bias (3,), 3.weight (3, 3)" in str(error.value)
+    assert "model.unused: (3,) in the checkpoint, absent here" in str(error.value)
+    assert "model.3.bias: absent in the checkpoint, (3,) here" in str(error.value)
 
 
 def _state(**changes):
@@ -236,15 +235,11 @@ FORGED = [
     (_manifest('{"a":' * 200_000), "little but brackets and names"),
     (_manifest('{"\\u0000": {"size": 1}}'), "is missing"),
     (_manifest(json.dumps({"x" * 5000: {"size": 1}})), "File name too long"),
-    (_manifest('{"state.json": 7}'), "manifest.json"),
+    (_manifest('{"state.json": 7}'), "state.json"),
     (_manifest('{"../state.json": {"size": 1, "sha256": ""}}'), "is missing"),
     (_manifest('{"a": ' + "9" * 5000 + "}"), "manifest.json"),
-    (_state(step="2"), "step is '2', where int is expected"),
-    (_state(step=7), "is of step 7, and its folder of step 2"),
-    (_state(identity=[]), "identity is '[]', where dict is expected"),
-    (_state(extra={"wandb_id": 7}), "wandb_id is '7', where a text is expected"),
-    (_state(format=99), "has format 99, this program reads [1]"),
-    (_state(format="x\x1b"), "has format"),
+    (_state(step=7), "has step '7', where 2 is expected"),
+    (_state(format="x\x1b"), "has format 'x\\x1b', where 1 is expected"),
 ]
 
 
@@ -256,15 +251,6 @@ def test_a_forged_manifest_or_state_is_refused_at_once(run, damage, said):
     line = falls_back(run)
     assert said in line
     assert len(line) < 6000
-
-
-def test_an_older_format_is_migrated(run, monkeypatch):
-    directory, _ = run
-    _state(format=0, identity="older")(directory / "step-00000002")
-    monkeypatch.setitem(verify.MIGRATIONS, 0, lambda state: state | {"format": 1, "identity": IDENTITY})
-    model, optimizer = toy(seed=5)
-    state = checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY))
-    assert (state["step"], state["format"], state["identity"]) == (2, 1, IDENTITY)
 
 
 def test_moved_and_linked_back_and_things_in_the_way(run):

@@ -48,10 +48,10 @@ def test_lines_that_are_missing_are_said(tmp_path):
     "line",
     [
         b"{", b"[]", b"null", b"7", b'{"step": "3"}', b'{"loss": 1}', b'{"step": -1}', b'{"step": true}',
-        b"\xff\xfe\x00", b"[" * 200_000, b'{"step": 2, "val_loss": "low"}', b'{"step": 2}{"step": 3}',
+        b"\xff\xfe\x00", b"[" * 200_000, b'{"step": 2}{"step": 3}',
         b'{"step": 2, "loss": ' + b"9" * 5000,
     ],
-    ids=range(13),
+    ids=range(12),
 )  # fmt: skip
 @pytest.mark.parametrize("place", [0, 3, 6])
 def test_a_damaged_line_is_named_and_kept(tmp_path, line, place):

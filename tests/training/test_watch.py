@@ -1,7 +1,6 @@
 """The watch of ranks: two watches in one process, joined by a socket."""
 
 import contextlib
-import json
 import re
 import socket
 import threading
@@ -32,12 +31,10 @@ class Ranks:
         self.ended = {}
         self.progress = [Progress(thread=0) for _ in range(world)]
         self.ends = [socket.socketpair() for _ in range(world - 1)]
-        for pair in self.ends:
-            for end in pair:
-                end.settimeout(5)
-        hub = [Peer(r, pair[0], f"process {r}00 on host") for r, pair in enumerate(self.ends, 1)]
+        both = [[watch.connection(end.dup()) for end in pair] for pair in self.ends]
+        hub = [Peer(r, ends[0], f"process {r}00 on host") for r, ends in enumerate(both, 1)]
         self.all = [self.start(0, hub, timeout)]
-        self.all += [self.start(r, [Peer(0, pair[1], "on host")], timeout) for r, pair in enumerate(self.ends, 1)]
+        self.all += [self.start(r, [Peer(0, ends[1], "on host")], timeout) for r, ends in enumerate(both, 1)]
 
     def start(self, rank, peers, timeout):
         return Watch(rank, peers, timeout, self.progress[rank], leave=lambda status: self.ended.update({rank: status}))
@@ -51,6 +48,8 @@ class Ranks:
     def close(self):
         for each in reversed(self.all):
             each.close()
+        for end in (end for pair in self.ends for end in pair):
+            end.close()
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_an_error_that_all_have_names_none(start, capsys):
     teller = threading.Thread(target=both.all[1].report, args=("no such key", 2), kwargs={"shared": True})
     teller.start()
     time.sleep(0.1)
-    both.all[0].report("error: no such key", 2, shared=True)
+    both.all[0].report("no such key", 2, shared=True)
     teller.join()
     assert capsys.readouterr().err == "error: no such key\n"
 
@@ -215,25 +214,31 @@ def test_the_start_may_take_its_time_and_steps_that_count_are_no_hang(start):
 
 
 def test_garbage_on_the_port_is_no_rank_and_who_is_missing_is_named():
-    ports, key = [], "secret"
+    ports = []
 
     def others():
         while not ports:
             time.sleep(0.01)
-        for wrong in (b"\x00\xff", b"{}\n", json.dumps({"key": "guess", "rank": 1}).encode() + b"\n", b"[" * 10_000):
+        for wrong in (
+            b"\x00\xff",
+            b"GET / HTTP/1.0\r\n\r\n",
+            b"\x00\x00\x00\x02{}",
+            b"\x00\x00\x00\x01[",
+            b"[" * 10_000,
+        ):
             with socket.create_connection(("localhost", ports[0])) as stranger, contextlib.suppress(OSError):
                 stranger.sendall(wrong)
         with contextlib.suppress(OSError):
-            joined.extend(watch.connect(2, "localhost", ports[0], key, {"config": None}))
+            joined.append(watch.connect(2, "localhost", ports[0]))
 
     joined = []
     thread = threading.Thread(target=others)
     thread.start()
     with pytest.raises(UserError, match=r"rank 1 of 3 did not connect within 4 s \(train.timeout\)"):
-        watch.listen(3, key, 4.0, ports.append)
+        watch.listen(3, 4.0, ports.append)
     thread.join()
     for peer in joined:
-        peer.socket.close()
+        peer.end.close()
 
 
 def test_nobody_listens():
@@ -246,10 +251,13 @@ def test_nobody_listens():
 
 def test_other_configurations_are_named_key_by_key():
     mine = {"optim.lr": 0.1, "train.steps": 5, "data.size": (3, 4)}
-    same, odd = {"config": {**mine, "data.size": [3, 4]}, "error": None}, {**mine, "optim.lr": 0.2}
-    ranks._compare(mine, [same, {"config": None, "error": "unknown key"}])
+    ranks.agree([mine, dict(mine)], [None, None])
     with pytest.raises(UserError, match=r"1 of 2 others differ .* rank 2 in optim.lr=0.2 \(rank 0: 0.1\); start all"):
-        ranks._compare(mine, [same, {"config": {**odd, "data.size": [3, 4]}, "error": None}])
+        ranks.agree([mine, mine, {**mine, "optim.lr": 0.2}], [None] * 3)
+    with pytest.raises(UserError, match=r"^rank 1: unknown key$"):
+        ranks.agree([mine, {}], [None, "unknown key"])
+    with pytest.raises(UserError, match=r"^unknown key$"):
+        ranks.agree([{}, {}], ["unknown key"] * 2)
 
 
 def test_what_an_error_is_called(tmp_path):

@@ -14,8 +14,11 @@ class UserError(ValueError):
     Every rank raises it, unless it is marked `alone`: then this rank is the only one that knows.
     """
 
-    alone = False
     told = False  # it has been printed, here or by rank 0
+
+    def __init__(self, text: str, alone: bool = False):
+        super().__init__(text)
+        self.alone = alone
 
 
 # packages that not everybody needs, and the extra of this one that brings each
@@ -46,9 +49,8 @@ def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: b
     try:
         return build(*args, **kwargs)
     except (ValueError, ImportError) as cause:
-        error = UserError(f"{prefix}{absent(cause) if isinstance(cause, ImportError) else cause}")
-        error.alone = alone
-        raise error from cause
+        text = absent(cause) if isinstance(cause, ImportError) else cause
+        raise UserError(f"{prefix}{text}", alone) from cause
 
 
 def complete(value: Any, contract: type, what: str) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from zoo.training.ranks import on_first_rank
 from zoo.training.verify import FORMAT, Damaged, Reader, digest, verify
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+Tensors = dict[tuple[str, ...], Tensor]  # under (model, NAME), (average, NAME) and (optimizer, NAME, MOMENT)
 
 
 @dataclass
@@ -57,19 +58,24 @@ class Contents:
     identity: Mapping[str, Any] = field(default_factory=dict)
     orders: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def tensors(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The stored tensors, as a nested dict; and the optimizer's settings, which are not stored."""
-        tensors: dict[str, Any] = {"model": get_model_state_dict(self.model, options=TRAINED)}
+    def tensors(self) -> Tensors:
+        """The tensors as this run holds them."""
+        weights: Any = get_model_state_dict(self.model, options=TRAINED)
+        found: Tensors = {("model", name): value for name, value in weights.items()}
         if self.average:
-            tensors["average"] = self.average.values
-        if self.optimizer is None:
-            return tensors, {}
-        state: Any = get_optimizer_state_dict(self.model, self.optimizer)
-        tensors["optimizer"] = {
-            name: {key: rounded(value) for key, value in moments.items() if isinstance(value, Tensor)}
-            for name, moments in state["state"].items()
+            found |= {("average", name): value for name, value in self.average.values.items()}
+        if self.optimizer is not None:
+            state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
+            for name, moments in state.items():
+                found |= {("optimizer", name, k): rounded(v) for k, v in moments.items() if isinstance(v, Tensor)}
+        return found
+
+    def stored(self, tensors: Tensors) -> Tensors:
+        """Those of `tensors` in the order of rows that is the model's own."""
+        return {
+            key: _rows(value, self.orders[key[1]].argsort()) if key[1] in self.orders else value
+            for key, value in tensors.items()
         }
-        return tensors, {"param_groups": state["param_groups"]}
 
 
 @torch.no_grad()
@@ -105,20 +111,14 @@ def _packed(optimizers: Any) -> list[tuple[Any, nn.Parameter, str, Tensor]]:
 class Held:
     """The tensors of a checkpoint, which nothing changes any more, in the order of rows that is the model's own."""
 
-    tensors: dict[str, Any]
+    tensors: Tensors
     identity: Mapping[str, Any]
 
 
 def hold(contents: Contents) -> Held:
     """A copy of the tensors in the host's memory: training may go on while it is written."""
-
-    def copied(tree: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: copied(value) if isinstance(value, Mapping) else value.detach().to("cpu", copy=True)
-            for key, value in tree.items()
-        }
-
-    return Held(copied(_in_own_order(contents.tensors()[0], contents.orders)), contents.identity)
+    stored = contents.stored(contents.tensors())
+    return Held({key: value.detach().to("cpu", copy=True) for key, value in stored.items()}, contents.identity)
 
 
 def save(
@@ -128,7 +128,7 @@ def save(
 
     `extra` comes back from `load`, under that name.
     """
-    held = Held(_in_own_order(contents.tensors()[0], contents.orders), contents.identity)
+    held = Held(contents.stored(contents.tensors()), contents.identity)
     return write(directory, step, held, extra=extra, keep=keep)
 
 
@@ -144,13 +144,14 @@ def write(
     """`save` of tensors that are held; ranks meet in `group`."""
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
-    tensors = held.tensors
+    tensors = named(held.tensors)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # a DTensor's is its whole one
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob("*.incomplete"):
             _remove(leftover)
-        check_space(directory, size_of(tensors))
+        check_space(directory, size)
         part.mkdir()
 
     on_first_rank(prepare, group)
@@ -183,31 +184,6 @@ def write(
     return final
 
 
-def _in_own_order(tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: str = "") -> dict[str, Any]:
-    """A nested dict of tensors, those under the names in `orders` in the order of rows that is the model's own."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        order = orders.get(key, orders.get(name))
-        if isinstance(value, Mapping):
-            found[key] = _in_own_order(value, orders, key)
-        else:
-            found[key] = value if order is None else _rows(value, order.argsort())
-    return found
-
-
-@torch.no_grad()
-def _copy_rows(
-    stored: Mapping[str, Any], tree: Mapping[str, Any], orders: Mapping[str, Tensor], name: str = ""
-) -> None:
-    """Copy the tensors of `_in_own_order` back into those that they were made of."""
-    for key, value in tree.items():
-        order = orders.get(key, orders.get(name))
-        if isinstance(value, Mapping):
-            _copy_rows(stored[key], value, orders, key)
-        elif stored[key] is not value and order is not None:
-            value.copy_(_rows(stored[key], order))
-
-
 @torch.no_grad()
 def _rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows of a sharded tensor in another order, sharded as it is; what has no such rows (a step) is the same."""
@@ -216,17 +192,9 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
     return distribute_tensor(x.full_tensor()[index.to(x.device)], x.device_mesh, x.placements, src_data_rank=None)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def size_of(tensors: Mapping[str, Any]) -> int:
-    """Bytes of a nested dict of tensors, whole (a DTensor counts with its global size)."""
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in _flat(tensors))
+def named(tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors by the names that they have on disk."""
+    return {".".join(key): value for key, value in tensors.items()}
 
 
 def expected_size(model: nn.Module, average: MovingAverage | None = None) -> int:
@@ -290,29 +258,27 @@ def load(
 
 
 def _refuse_foreign(path: Path, theirs: Mapping[str, Any], metadata: Metadata, contents: Contents) -> None:
+    """A UserError that says in what a checkpoint is of another model."""
     entries: Mapping[str, Any] = metadata.state_dict_metadata
+    there = _flat(theirs) | {key: tuple(entry.size) for key, entry in entries.items() if key.startswith("model.")}
+    here = _flat(json.loads(json.dumps(contents.identity)))
     tensors: Mapping[str, Any] = get_model_state_dict(contents.model, options=TRAINED)
-    stored = {key[6:]: tuple(entry.size) for key, entry in entries.items() if key.startswith("model.")}
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    theirs_flat, ours_flat = dict(_flat(theirs)), dict(_flat(json.loads(json.dumps(contents.identity))))
+    here |= {f"model.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
     lines = [
-        f"  {key}: {theirs_flat.get(key, 'absent')} in the checkpoint, {ours_flat.get(key, 'absent')} here"
-        for key in sorted(theirs_flat.keys() | ours_flat.keys())
-        if theirs_flat.get(key) != ours_flat.get(key)
+        f"  {key}: {there.get(key, 'absent')} in the checkpoint, {here.get(key, 'absent')} here"
+        for key in dict.fromkeys([*there, *here])
+        if there.get(key) != here.get(key)
     ]
-    for title, names in (
-        ("only in the checkpoint", sorted(stored.keys() - wanted.keys())),
-        ("only in this model", sorted(wanted.keys() - stored.keys())),
-        ("of another shape", sorted(n for n in stored.keys() & wanted.keys() if stored[n] != wanted[n])),
-    ):
-        shown = [
-            f"{n} {stored.get(n, '')}{' -> ' if n in stored and n in wanted else ''}{wanted.get(n, '')}" for n in names
-        ]
-        if names:
-            more = f", ... and {len(names) - 5} more" if len(names) > 5 else ""
-            lines.append(f"  {len(names)} tensors {title}: {', '.join(shown[:5])}{more}")
     if lines:
-        raise UserError(f"{path} is a checkpoint of another model:\n" + "\n".join(lines))
+        more = [f"  ... and {len(lines) - 10} more"] if len(lines) > 10 else []
+        raise UserError("\n".join([f"{path} is a checkpoint of another model:", *lines[:10], *more]))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def _has_average(metadata: Metadata) -> bool:
@@ -320,36 +286,42 @@ def _has_average(metadata: Metadata) -> bool:
 
 
 def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> None:
+    """Fill the tensors of `contents`; `swap`: those of the model with the averaged weights."""
     model, average = contents.model, contents.average
-    tensors, settings = contents.tensors()
-    if average and not _has_average(metadata):
-        del tensors["average"]
+    known, tensors = metadata.state_dict_metadata, contents.tensors()
     if swap:
-        trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        tensors["average"] = {name: tensors["model"].pop(name) for name in trained}
-    if contents.optimizer is not None:  # a parameter that never had a gradient has no moments to load
-        known = metadata.state_dict_metadata
-        tensors["optimizer"] = {
-            name: moments
-            for name, moments in tensors["optimizer"].items()
-            if all(f"optimizer.{name}.{key}" in known for key in moments)
-        }
-    stored = _in_own_order(tensors, contents.orders)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        tensors = {("average" if key[1] in trained else key[0], *key[1:]): value for key, value in tensors.items()}
+    # a parameter that never had a gradient has no moments to load, and an older run may have had no average
+    wanted = {key: value for key, value in tensors.items() if key[0] == "model" or swap or ".".join(key) in known}
+    stored = contents.stored(wanted)
     try:
-        dcp.load(stored, storage_reader=Reader(path, metadata))
+        dcp.load(named(stored), storage_reader=Reader(path, metadata))
     except (Exception, CheckpointException) as error:
         raise Damaged(f"{path} could not be read: {_first_cause(error)}") from error
-    _copy_rows(stored, tensors, contents.orders)
-    set_model_state_dict(model, tensors["model"] | (tensors["average"] if swap else {}), options=TRAINED)
+    with torch.no_grad():
+        for key, value in wanted.items():
+            if stored[key] is not value:
+                value.copy_(_rows(stored[key], contents.orders[key[1]]))
+    weights: Any = {key[1]: value for key, value in tensors.items() if key[0] == "model" or swap}
+    set_model_state_dict(model, weights, options=TRAINED)
     if average and not _has_average(metadata):
         average.restart()
     if contents.optimizer is not None:
-        moments = contents.tensors()[0]["optimizer"] | tensors["optimizer"]
-        packed = _packed(contents.optimizer)
-        set_optimizer_state_dict(model, contents.optimizer, {"state": moments, **settings})
-        for optimizer, p, key, value in packed:
-            local_part(value).copy_(local_part(optimizer.state[p][key]))
-            optimizer.state[p][key] = value
+        _set_moments(model, contents.optimizer, tensors)
+
+
+def _set_moments(model: nn.Module, optimizers: Any, tensors: Tensors) -> None:
+    """Give optimizers the moments of `tensors`; those that they keep in fewer bits stay so."""
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
+    for (kind, name, *rest), value in tensors.items():
+        for moment in rest if kind == "optimizer" else ():
+            state["state"][name][moment] = value
+    packed = _packed(optimizers)
+    set_optimizer_state_dict(model, optimizers, state)
+    for optimizer, p, moment, value in packed:
+        local_part(value).copy_(local_part(optimizer.state[p][moment]))
+        optimizer.state[p][moment] = value
 
 
 # ------------------------------------------------------------------------------------------------------------ helpers

@@ -80,9 +80,8 @@ def _needed(config: Config) -> UserError:
     task = create_task(config)
     memory = Memory(config, task, without_weights(config, task)[0])
     largest = ", ".join(f"{size(held)} of {what}" for held, what in memory.activations.largest(2))
-    error = UserError(f"out of memory: {memory.advice(sp)}\n  largest activations, over {sp} ranks: {largest}")
-    error.alone = True  # the other ranks may have had enough
-    return error
+    text = f"out of memory: {memory.advice(sp)}\n  largest activations, over {sp} ranks: {largest}"
+    return UserError(text, alone=True)  # the other ranks may have had enough
 
 
 def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, device: torch.device) -> None:

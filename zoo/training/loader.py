@@ -4,7 +4,7 @@ Every batch is a pure function of its step, so that it does not matter who makes
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Failed(NamedTuple):
 
 
 def batches(
-    task: Task, make: Callable[..., Any], wanted: Sequence[tuple[Any, ...]], workers: int, prefetch: int
+    task: Task, make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], workers: int, prefetch: int
 ) -> Iterator[Any]:
     """Yield `make(*args)` for every args wanted, in order, `prefetch` of them made ahead (by each of the workers).
 
@@ -44,52 +44,31 @@ def batches(
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: a worker uses none of them
         warnings.filterwarnings("ignore", message="This DataLoader will create")  # more of them than there are cores
         loader: Any = DataLoader(
-            Wanted(task, make, wanted), batch_size=None, num_workers=workers, prefetch_factor=prefetch,
+            Made(task, make), batch_size=None, sampler=wanted, num_workers=workers, prefetch_factor=prefetch,
             multiprocessing_context="fork", pin_memory=torch.device(task.device).type == "cuda",
         )  # fmt: skip
         made = iter(loader)
     for inputs in made:
         if isinstance(inputs, Failed):
-            error = UserError(inputs.message)
-            error.alone = True
-            raise error
+            raise UserError(inputs.message, alone=True)
         yield {name: task.part(*x) if isinstance(x, Part) else x for name, x in inputs.items()}
 
 
-class Wanted(Dataset[Any]):
-    """The batches that the processes make, by their place."""
+class Made(Dataset[Any]):
+    """The batches that the processes make."""
 
-    def __init__(self, task: Task, make: Callable[..., Any], wanted: Sequence[tuple[Any, ...]]):
-        self.task, self.make, self.wanted = task, make, wanted
+    def __init__(self, task: Task, make: Callable[..., Any]):
+        self.task, self.make = task, make
 
-    def __len__(self) -> int:
-        return len(self.wanted)
-
-    def __getitem__(self, place: int) -> Any:
+    def __getitem__(self, wanted: tuple[Any, ...]) -> Any:
         vars(self.task)["part"] = self.divided  # of this process's own copy
         try:
-            return self.make(*self.wanted[place])
+            return self.make(*wanted)
         except UserError as error:
             return Failed(str(error))
 
     def divided(self, name: str, local: Tensor, length: int) -> Any:
         return local if self.task.size == 1 or length == 1 else Part(name, local, length)
-
-
-class Micro(Sequence[tuple[int, int]]):
-    """Every (step, micro-batch) from one step to another."""
-
-    def __init__(self, start: int, stop: int, accumulation: int):
-        self.start, self.accumulation, self.length = start, accumulation, max(stop - start, 0) * accumulation
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, place: Any) -> Any:
-        if not 0 <= place < self.length:
-            raise IndexError(place)
-        step, micro = divmod(place, self.accumulation)
-        return self.start + step, micro
 
 
 def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], depth: int = 1) -> Iterator[Any]:

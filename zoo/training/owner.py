@@ -38,8 +38,7 @@ class Owner:
         self.done.set()
         if self.file is not None:
             with suppress(OSError):  # a disk that has become read-only: the lock goes with the file's descriptor
-                if _same_file(self.file, self.path):
-                    os.ftruncate(self.file, 0)
+                if self._there(self.file):
                     self.path.unlink()
         self._forget()
 
@@ -49,25 +48,42 @@ class Owner:
         A UserError, with nothing changed, if its owner lives.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = path = directory / "owner.json"
+        self.path = directory / "owner.json"
         try:
-            self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}: a run has to be able to write there") from None
+            raise UserError(f"{self.path}: {error.strerror}: a run has to be able to write there") from None
+        held, locks = False, True
         try:
-            before = _claim(self.file, path)
-        except UserError:
-            self._forget()
-            raise
-        if not _same_file(self.file, path):  # the last owner removed it between our opening and our lock
-            self._forget()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = True
+        except OSError:  # storage without locks
+            locks = False
+        there, host = _read(file), socket.gethostname()
+        seen = locks and there.get("host") == host
+        named = "process {pid} on {host} since {since}".format_map(there) if there else ""
+        if held or (there and not seen and time.time() - os.fstat(file).st_mtime < STALE):
+            os.close(file)
+            more = "" if held else f", or wait {STALE:.0f} s if it is gone"
+            raise UserError(
+                f"{directory} is being written by {named or 'another process'}: stop that one first{more}, or give "
+                "this run another name with name=..."
+            )
+        if not self._there(file):
+            os.close(file)  # the last owner removed it between our opening and our lock
             return self.take(directory)
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        os.ftruncate(self.file, 0)
-        os.pwrite(self.file, json.dumps(me).encode(), 0)
-        threading.Thread(target=self._touch, args=(self.file,), daemon=True, name="owner").start()
+        self.file = file
+        me = {"host": host, "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(me).encode(), 0)
+        threading.Thread(target=self._touch, args=(file,), daemon=True, name="owner").start()
         os.register_at_fork(after_in_child=self._forget)  # the lock must not outlive the owner in a worker
-        return _words(before) if before else ""
+        return named
+
+    def _there(self, file: int) -> bool:
+        """Tell whether what is open is still what the folder has."""
+        return self.path.exists() and os.path.samestat(os.fstat(file), self.path.stat())
 
     def _forget(self) -> None:
         if self.file is not None:
@@ -80,42 +96,10 @@ class Owner:
                 os.utime(file, (time.time(), time.time()))
 
 
-def _claim(file: int, path: Path) -> dict[str, Any]:
-    """Lock the file; returns what the owner before wrote into it, {} for none."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        there = _read(file)
-        seen = there.get("host") == socket.gethostname()
-    except BlockingIOError:
-        raise _taken(path, _read(file)) from None
-    except OSError:  # storage without locks
-        there, seen = _read(file), False
-    if there and not seen and time.time() - os.fstat(file).st_mtime < STALE:
-        raise _taken(path, there, f", or wait {STALE:.0f} s if it is gone")
-    return there
-
-
-def _taken(path: Path, there: dict[str, Any], more: str = "") -> UserError:
-    return UserError(
-        f"{path.parent} is being written by {_words(there)}: stop that one first{more}, "
-        "or give this run another name with name=..."
-    )
-
-
 def _read(file: int) -> dict[str, Any]:
+    """The words of an owner; {} for none, as where it was killed while it wrote."""
     try:
-        found = json.loads(os.pread(file, 4096, 0))
-    except ValueError:  # empty, or its owner was killed while it wrote
+        there = json.loads(os.pread(file, 4096, 0))
+        return {key: there[key] for key in ("host", "pid", "since")}
+    except (ValueError, TypeError, KeyError):
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _same_file(file: int, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
-    return False
-
-
-def _words(there: dict[str, Any]) -> str:
-    named = {key: ascii(str(there.get(key, "?")))[1:-1][:80] for key in ("host", "pid", "since")}
-    return f"process {named['pid']} on {named['host']} since {named['since']}"

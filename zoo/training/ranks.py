@@ -1,16 +1,14 @@
 """The steps that all ranks of a run take together: start, agree, stop."""
 
-import json
 import logging
 import os
 import resource
-import secrets
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -21,18 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zoo.training import UserError
-from zoo.training.watch import (
-    HOME,
-    PATIENCE,
-    Peer,
-    Progress,
-    Watch,
-    connect,
-    listen,
-    own_code,
-    speak,
-    wait_for_port,
-)
+from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen, own_code, speak, wait_for_port
 
 T = TypeVar("T")
 
@@ -46,41 +33,26 @@ class Interrupted(Exception):
 
 @contextmanager
 def process_group(
-    timeout: float = TIMEOUT,
-    *,
-    collective: timedelta = COLLECTIVE,
-    progress: Progress | None = None,
-    agree: Mapping[str, Any] | None = None,
-    refused: UserError | None = None,
+    timeout: float = TIMEOUT, *, collective: timedelta = COLLECTIVE, progress: Progress | None = None
 ) -> Iterator[torch.device]:
     """This rank's device, with a process group: the caller's if there is one, torchrun's, or this process alone.
 
     Within `timeout` seconds all ranks have to be there, each has to answer, and, once `progress` counts, to get on; a
-    `collective` may take so long. All have to bring the same `agree`, and `refused` is an error that this rank has
-    already. Whatever is raised inside ends all ranks with one line, printed once; it is raised again, marked as told.
+    `collective` may take so long. Whatever is raised inside ends all ranks with one line, printed once; it is raised
+    again, marked as told.
     """
     borrowed, watch = dist.is_initialized(), None
     notes, zoo = logging.StreamHandler(sys.stdout), logging.getLogger("zoo")
     progress = progress or Progress()
+    store: dist.Store = dist.HashStore()
+    rank, world = 0, 1
     try:
-        if borrowed:
-            if refused:
-                raise refused
-        elif "RANK" in os.environ:
-            store, watch, said = _meet(timeout, progress, {"config": agree, "error": refused and str(refused)})
-            if refused:
-                raise refused
-            _compare(agree, said)
-        elif refused:
-            raise refused
-        device, backend = _device()
-        if borrowed:
-            pass
-        elif watch:
+        if not borrowed and "RANK" in os.environ:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store, watch = _meet(rank, world, timeout, progress)
+        device, backend = _device()
+        if not borrowed:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=collective)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         if dist.get_rank() == 0:  # what the data sets have to say
             zoo.addHandler(notes)
             zoo.setLevel(logging.INFO)
@@ -100,11 +72,17 @@ def process_group(
 
 @contextmanager
 def training(
-    timeout: float, agree: Mapping[str, Any], refused: UserError | None
+    timeout: float, config: Mapping[str, Any], refused: UserError | None
 ) -> Iterator[tuple[torch.device, "StopSignal"]]:
-    """`process_group` for a run: its device, and what says that it is to stop and that it gets on."""
+    """`process_group` for a run: its device, and what says that it is to stop and that it gets on.
+
+    All ranks have to bring the same `config`; `refused` is an error that this rank has already.
+    """
     stop = StopSignal()
-    with process_group(timeout, progress=stop.progress, agree=agree, refused=refused) as device, stop:
+    with process_group(timeout, progress=stop) as device, stop:
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, (config, refused and str(refused)))
+        agree(*zip(*said))
         yield device, stop
 
 
@@ -114,20 +92,18 @@ def _device() -> tuple[torch.device, str]:
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     if local >= torch.cuda.device_count():
-        error = UserError(
+        raise UserError(
             f"local rank {local} has no GPU: {torch.cuda.device_count()} are visible; "
-            f"start at most so many ranks a node (dsp-launch --nproc-per-node {torch.cuda.device_count()})"
+            f"start at most so many ranks a node (dsp-launch --nproc-per-node {torch.cuda.device_count()})",
+            alone=True,
         )
-        error.alone = True
-        raise error
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device, "cpu:gloo,cuda:nccl"
 
 
-def _meet(timeout: float, progress: Progress, says: Any) -> tuple[dist.Store, Watch, list[Any]]:
-    """A store for torch, this rank's watch, and on rank 0 what the others said: all ranks are there."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def _meet(rank: int, world: int, timeout: float, progress: Progress) -> tuple[dist.Store, Watch]:
+    """A store for torch, and this rank's watch: all ranks are there."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -136,31 +112,28 @@ def _meet(timeout: float, progress: Progress, says: Any) -> tuple[dist.Store, Wa
     limit = timedelta(seconds=max(1.0, timeout))
     served = dist.TCPStore(host, port, None, serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
     store = dist.PrefixStore(f"attempt-{attempt}", served)
-    peers: list[Peer] = []
-    said: list[Any] = []
-    if rank == 0 and world > 1:
-        key = secrets.token_hex(16)
-        peers, said = listen(world, key, timeout, lambda port: store.set("watch", f"{port} {key}"))
-    elif rank:
-        port_and_key = store.get("watch").decode().split()
-        peers = connect(rank, host, int(port_and_key[0]), port_and_key[1], says)
-    return store, Watch(rank, peers, timeout, progress), said
+    if rank == 0:
+        peers = listen(world, timeout, lambda port: store.set("watch", str(port)))
+    else:
+        peers = [connect(rank, host, int(store.get("watch")))]
+    return store, Watch(rank, peers, timeout, progress)
 
 
-def _compare(mine: Mapping[str, Any] | None, said: list[Any]) -> None:
-    """On rank 0: refuse ranks that were started otherwise."""
-    mine = json.loads(json.dumps(mine))
-    others = [(rank, one["config"]) for rank, one in enumerate(said, 1) if one["error"] is None]
-    odd = [(rank, theirs) for rank, theirs in others if theirs != mine]
+def agree(configs: Sequence[Mapping[str, Any]], errors: Sequence[str | None]) -> None:
+    """Refuse ranks that were started otherwise, or that were refused already; by what each of them has."""
+    for rank, error in enumerate(errors):
+        if error:
+            raise UserError(f"rank {rank}: {error}" if rank else error)
+    mine = configs[0]
+    odd = [rank for rank, theirs in enumerate(configs) if theirs != mine]
     if odd:
-        rank, theirs = odd[0]
-        mine, theirs = mine or {}, theirs or {}
+        theirs = configs[odd[0]]
         keys = sorted(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
         named = ", ".join(f"{key}={theirs.get(key)} (rank 0: {mine.get(key)})" for key in keys[:5])
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         raise UserError(
-            f"the ranks were started with different configurations: {len(odd)} of {len(others)} others differ from "
-            f"rank 0, rank {rank} in {named}{more}; start all with the same file and command line"
+            f"the ranks were started with different configurations: {len(odd)} of {len(configs) - 1} others differ "
+            f"from rank 0, rank {odd[0]} in {named}{more}; start all with the same file and command line"
         )
 
 
@@ -176,16 +149,13 @@ def tell(error: Exception, watch: Watch | None, progress: Progress) -> None:
         return
     met = error.__cause__ if isinstance(error, UserError) else error  # as by a save, whose error says more
     lost = isinstance(met, (RuntimeError, CheckpointException)) and any(word in str(met) for word in CONNECTION)
-    if lost and watch and watch.verdict(2 * PATIENCE):  # another rank ended, and that is what there is to say
-        error.told = True  # type: ignore[attr-defined]
-        return
     shared = isinstance(error, UserError) and not error.alone
-    text = str(error) if isinstance(error, UserError) and shared else describe(error, progress)
-    status = status_of(error)
-    if watch:
-        watch.report(f"error: {text}" if shared and watch.rank == 0 else text, status, shared=shared)
-    else:
-        speak(f"error: {text}")
+    if not (lost and watch and watch.verdict(2 * PATIENCE)):  # another rank ended, and that is what there is to say
+        text = str(error) if shared else describe(error, progress)
+        if watch:
+            watch.report(text, status_of(error), shared=shared)
+        else:
+            speak(f"error: {text}")
     error.told = True  # type: ignore[attr-defined]
 
 
@@ -226,7 +196,6 @@ def complain(error: Exception) -> int:
         if rank and not getattr(error, "alone", False):
             time.sleep(PATIENCE)
         speak(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}")
-        error.told = True  # type: ignore[attr-defined]
     return status_of(error)
 
 
@@ -271,14 +240,11 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class StopSignal:
+class StopSignal(Progress):
     """SIGTERM and SIGINT ask a run to write a checkpoint and leave, at a place where all ranks can.
 
     A signal may reach one rank alone, or all at different steps, so it counts once the ranks have been asked together.
     """
-
-    def __init__(self, progress: Progress | None = None) -> None:
-        self.name, self.progress = "", progress or Progress()
 
     def __enter__(self) -> "StopSignal":
         self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -289,13 +255,13 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.name = self.progress.stopped = signal.Signals(number).name
+        self.stopped = signal.Signals(number).name
 
     @property
     def requested(self) -> bool:
         """Tell whether this rank received a signal. Asked once a step: the run gets on."""
-        self.progress.count += 1
-        return bool(self.name)
+        self.count += 1
+        return bool(self.stopped)
 
     def poll(self, *_: object) -> None:
         """Raise Interrupted on every rank if any received a signal. Collective; the arguments are ignored."""

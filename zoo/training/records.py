@@ -15,8 +15,6 @@ from zoo.pictures import whole_file
 from zoo.training import UserError
 
 MOST = 1 << 32  # bytes; a year of steps has less
-LONGEST = 1 << 20  # bytes of a line
-NUMBERS = ("loss", "val_loss", "grad_norm", "lr")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -91,17 +89,11 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
     damaged: list[tuple[int, bytes]] = []
     for number, line in enumerate(lines, 1):
         try:
-            record: Any = parse_json(line) if len(line) < LONGEST else None
+            record: Any = parse_json(line)
         except ValueError:
             record = None
-        if _sound(record):
+        if isinstance(record, dict) and type(record.get("step")) is int and record["step"] >= 0:
             records.append(record)
         elif line.strip():
             damaged.append((number, line))
     return records, damaged
-
-
-def _sound(record: Any) -> bool:
-    if not isinstance(record, dict) or type(record.get("step")) is not int or record["step"] < 0:
-        return False
-    return all(type(record.get(key)) in (int, float, type(None)) for key in NUMBERS)

@@ -27,7 +27,6 @@ from zoo.training import UserError, one_line, user_error
 from zoo.training.lora import adapt
 from zoo.training.sections import option
 
-MOST_LAYERS = 4096  # to build more would take hours
 Inputs = dict[str, Tensor | int]  # what is no DTensor is the same on all ranks
 
 
@@ -99,9 +98,6 @@ class Task(ABC):
     def create(self) -> Any:
         """The model that the configuration names, on the default device; it is noted in `identity`."""
         options = self.config.model
-        for key, value in options.overrides.items():
-            if isinstance(value, int) and value > MOST_LAYERS and any(word in key for word in ("depth", "layers")):
-                raise UserError(f"model.overrides.{key}={value}: at most {MOST_LAYERS} layers")
         try:
             model = user_error(zoo.create, options.name, options.size, **options.overrides, prefix="model: ")
         except (ArithmeticError, RuntimeError, TypeError, AssertionError, LookupError) as error:

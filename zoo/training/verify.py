@@ -5,7 +5,6 @@ DCP itself loads a shard with a flipped bit without a word, and unpickles what i
 
 import hashlib
 import pickle
-from collections.abc import Callable
 from enum import EnumType
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from zoo.data.limits import read_json as _read_json
 from zoo.training import one_line
 
 FORMAT = 1
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}  # of state.json: from a format to the next
 MOST_BYTES = 1 << 26  # of manifest.json and state.json
 EACH = 24  # bytes of a long one for each name and object: a file of a checkpoint has a hundred for three
 
@@ -33,34 +31,28 @@ def verify(path: Path, step: int) -> tuple[dict[str, Any], Metadata]:
 
     Damaged, on all ranks, if one is not. The ranks share the reading.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    problem, state, metadata = None, {}, None
+    problem, found = None, None
     try:
         files = read_json(path / "manifest.json")
-        for name in sorted(files)[rank::world]:
+        for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
             if Path(name).name != name or not (path / name).is_file():
                 raise Damaged(f"{path / name} is missing")
-            if (size := (path / name).stat().st_size) != files[name]["size"]:
-                raise Damaged(f"{path / name} has {size} bytes, the manifest says {files[name]['size']}")
             if digest(path / name) != files[name]:
-                raise Damaged(f"{path / name} differs from the checksum in the manifest")
+                raise Damaged(f"{path / name} differs from its size and checksum in the manifest")
         for name in ("state.json", ".metadata"):
             if name not in files:
                 raise Damaged(f"{path / name} is not in the manifest")
+        found = check_state(path / "state.json", step), read_metadata(path / ".metadata", allowed_files=set(files))
     except Damaged as error:
         problem = str(error)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except OSError as error:
         problem = f"{path / 'manifest.json'}: {one_line(repr(error))}"
-    raise_together(problem)
-    try:
-        state = read_json(path / "state.json")
-        state = check_state(path / "state.json", state, step)
-        metadata = read_metadata(path / ".metadata", allowed_files=set(files))
-    except Damaged as error:
-        problem = str(error)
-    raise_together(problem)
-    assert metadata is not None
-    return state, metadata
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if first := next((p for p in problems if p), None):
+        raise Damaged(first)
+    assert found is not None
+    return found
 
 
 _PLAIN = "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
@@ -136,40 +128,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def check_state(path: Path, state: dict[str, Any], step: int) -> dict[str, Any]:
-    """A state as this program writes it, if need be made from an older one by MIGRATIONS; Damaged if it is another."""
-    while (found := state.get("format")) != FORMAT:
-        if type(found) is not int or found not in MIGRATIONS:
-            raise Damaged(f"{path} has format {str(found)[:40]}, this program reads {sorted([*MIGRATIONS, FORMAT])}")
-        state = MIGRATIONS[found](state)
-        if state.get("format") != found + 1:
-            raise AssertionError(f"the migration of format {found} does not lead to the next")
-    kinds: dict[str, Any] = {"step": int, "identity": dict, "extra": dict}
-    for key, kind in kinds.items():
-        if type(state.get(key)) is not kind:
-            raise Damaged(f"{path}: {key} is {str(state.get(key))[:40]!r}, where {kind.__name__} is expected")
-    if state["step"] != step:
-        raise Damaged(f"{path} is of step {state['step']}, and its folder of step {step}")
-    known = state["extra"].get("records", {"count": 0})
-    if not isinstance(known, dict) or type(known.get("count")) is not int or known["count"] < 0:
-        raise Damaged(f"{path}: records is {str(known)[:40]!r}, where a count is expected")
-    if not isinstance(state["extra"].get("wandb_id"), str | None):
-        raise Damaged(f"{path}: wandb_id is {str(state['extra']['wandb_id'])[:40]!r}, where a text is expected")
+def check_state(path: Path, step: int) -> dict[str, Any]:
+    """The state that a file holds; Damaged if it is of another version or, as in a renamed folder, another step."""
+    state = read_json(path)
+    for key, expected in {"format": FORMAT, "step": step}.items():
+        if state.get(key) != expected:
+            raise Damaged(f"{path} has {key} {str(state.get(key))[:40]!r}, where {expected} is expected")
     return state
 
 
 def digest(path: Path) -> dict[str, Any]:
-    found, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-            size += len(block)
-    return {"size": size, "sha256": found.hexdigest()}
-
-
-def raise_together(problem: str | None) -> None:
-    """Raise Damaged on every rank if any rank has a problem."""
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if first := next((p for p in problems if p), None):
-        raise Damaged(first)
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": file.tell(), "sha256": found}

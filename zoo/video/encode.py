@@ -84,19 +84,16 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
         try:
             encode_all(mine, vae, text, options, dtype, broken, stop)
         except (ValueError, OSError) as cause:  # a full disk, a file that broke: of this rank
-            error = UserError(str(cause))
-            error.alone = True
-            raise error from cause
+            raise UserError(str(cause), alone=True) from cause
         if ranks.total(stop.requested)[0] if options.together else stop.requested:
-            ranks.say(f"stopped by {stop.name}; the same command goes on")
+            ranks.say(f"stopped by {stop.stopped}; the same command goes on")
             return 130
         try:
             counted = not options.together or dist.get_rank() == 0
             clips, lost = ranks.total(counted * (len(mine) - len(broken)), counted * len(broken))
         except RuntimeError as cause:
-            error = UserError("another rank left before its clips were done; the same command goes on")
-            error.alone = True
-            raise error from cause
+            text = "another rank left before its clips were done; the same command goes on"
+            raise UserError(text, alone=True) from cause
     if dist.get_rank() == 0:
         summary(options.out, int(clips), len(skipped) + int(lost), time.perf_counter() - began)
     return 0
