@@ -19,7 +19,7 @@ from tests.support.refusals import refused
 from zoo.data import progress, video_folder
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
-from zoo.data.shapes import COLOURS, GROUND, NAMES, SHAPES, MovingShapes
+from zoo.data.shapes import COLOURS, GROUND, NAMES, MovingShapes
 from zoo.data.video_folder import VideoError, VideoFolder, probe, source_frame
 from zoo.pictures import save_gif
 from zoo.video.clips import Bucket, cut

@@ -304,9 +304,7 @@ def held_frames(options: Namespace, size: tuple[int, int, int], codec: Any) -> T
     return codec.encode(x)
 
 
-def write(
-    options: Namespace, formats: Sequence[str], pixels: Tensor, fps: float, titles: Sequence[str]
-) -> list[Path]:
+def write(options: Namespace, formats: Sequence[str], pixels: Tensor, fps: float, titles: Sequence[str]) -> list[Path]:
     """Movies of all clips: one GIF, where several have their titles under them, or an MP4 of each."""
     written, stem = [], f"seed-{options.seed}"
     if "gif" in formats:
