@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tests.support.runs import Runs
 from zoo.data.digits import MovingDigits
@@ -103,11 +102,14 @@ def test_a_probe_tells_classes():
     assert probe.shares(x, [(label + 1) % 10 for label in labels])["frames recognised"] < 0.2
 
 
-def test_clips_have_the_names_of_their_classes(monkeypatch):
+def test_clips_have_the_names_of_their_classes(tmp_path, monkeypatch):
     """As titles; and the probe finds the classes that the names stand for."""
     monkeypatch.setattr("zoo.training.show.video.PROBE_FRAMES", 480)
-    small = ["data={frames: 2, height: 18, width: 18, radius: [7, 8], speed: [0, 1]}", "model.overrides.patch=[1,9,9]"]
-    task = cfg.create_task(cfg.load([str(ROOT / "configs/shapes_demo.yaml"), *small, "model.overrides.hidden=12"]))
+    (tmp_path / "shapes.yaml").write_text(
+        "model: {name: transformer2d, size: test, overrides: {in_channels: 3, num_classes: 16}}\n"
+        "data: {name: shapes, frames: 2, height: 18, width: 18, radius: [7, 8], speed: [0, 1]}\n"
+    )
+    task = cfg.create_task(cfg.load([str(tmp_path / "shapes.yaml")]))
     task.model()
     task.open()
     show = cfg.create_show(task)
