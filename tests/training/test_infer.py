@@ -24,8 +24,8 @@ def test_samples_do_not_depend_on_the_ranks(run, tmp_path, whole_world, options,
     whole_world(infer_here, 4, (run / "checkpoints", *options, "--out", tmp_path / "four"))
     one, four = (list(frames(tmp_path / name / "seed-0.gif")) for name in ("one", "four"))
     assert len(one) == len(four) == (7 if "--frames" in options else 5)
-    if "--label" in options:  # two clips of 6 x 6 pixels, each enlarged 11 times, side by side
-        assert one[0].size == (66 + 2 + 66, 66)
+    if "--label" in options:  # two clips of 6 x 6 pixels, each enlarged 11 times, over its class
+        assert one[0].size == (66 + 2 + 66, 66 + 14)
     for a, b in zip(one, four):
         assert max(high for _, high in [ImageChops.difference(a, b).getextrema()]) <= 2
 

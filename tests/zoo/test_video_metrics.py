@@ -10,6 +10,9 @@ import torch
 from tests.support.refusals import refused
 from tests.support.runs import Runs
 from zoo.data.digits import MovingDigits
+from zoo.data.shapes import COLOURS, SHAPES
+from zoo.pictures import to_pixels
+from zoo.training import config as cfg
 from zoo.training import tracking
 from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
 
@@ -97,6 +100,24 @@ def test_a_probe_tells_classes():
     shares = probe.shares(x, labels)
     assert shares["frames recognised"] > 0.8
     assert probe.shares(x, [(label + 1) % 10 for label in labels])["frames recognised"] < 0.2
+
+
+def test_clips_have_the_names_of_their_classes(tmp_path, monkeypatch):
+    """As titles; and the probe finds the classes that the names stand for."""
+    monkeypatch.setattr("zoo.training.show.video.PROBE_FRAMES", 480)
+    (tmp_path / "shapes.yaml").write_text(
+        "model: {name: transformer2d, size: test, overrides: {in_channels: 3, num_classes: 16}}\n"
+        "data: {name: shapes, frames: 2, height: 18, width: 18, radius: [7, 8], speed: [0, 1]}\n"
+    )
+    task = cfg.create_task(cfg.load([str(tmp_path / "shapes.yaml")]))
+    task.model()
+    task.open()
+    show = cfg.create_show(task)
+    clips, x, _ = show.real(16)
+    assert clips.titles == [f"{colour} {shape}" for shape in SHAPES for colour in COLOURS]
+    real = to_pixels(x)
+    assert show.measure(real, real, clips.titles)["sample frames recognised"] > 0.5
+    assert show.measure(real, real, clips.titles[::-1])["sample frames recognised"] < 0.2
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ from torch import Tensor
 from zoo.data.digits import reflect
 from zoo.data.sampling import Clip, frame_range, generator
 
-__all__ = ["COLOURS", "SHAPES", "MovingShapes"]
+__all__ = ["COLOURS", "NAMES", "SHAPES", "MovingShapes"]
 
 SHAPES = {"disc": 0, "square": 4, "triangle": 3, "star": 5}  # corners
 COLOURS = {"red": (0.93, 0.26, 0.21), "green": (0.24, 0.76, 0.37), "blue": (0.2, 0.48, 0.96), "gold": (0.98, 0.76, 0.2)}
+NAMES = tuple(f"{colour} {shape}" for shape in SHAPES for colour in COLOURS)  # of the classes
 GROUND = (0.07, 0.09, 0.15)
 
 

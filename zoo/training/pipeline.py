@@ -136,7 +136,8 @@ class Pipeline:
             self.codec.module.to("cpu")
         if options.out is not None:
             with watch("writing"):
-                self.files = on_first_rank(lambda: user_error(write, options, formats, clips, options.fps))
+                titles = options.prompt
+                self.files = on_first_rank(lambda: user_error(write, options, formats, clips, options.fps, titles))
         watch.notes["sampling"] = f" ({watch.spent['sampling'] / options.steps / len(latents):.3g} s a step and clip)"
         self.account = f"{watch}; {len(latents)} x {prod(cells[1:]):,} latent cells"
         return clips

@@ -19,7 +19,7 @@ from tests.support.refusals import refused
 from zoo.data import progress, video_folder
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
-from zoo.data.shapes import COLOURS, GROUND, SHAPES, MovingShapes
+from zoo.data.shapes import COLOURS, GROUND, NAMES, MovingShapes
 from zoo.data.video_folder import VideoError, VideoFolder, probe, source_frame
 from zoo.pictures import save_gif
 from zoo.video.clips import Bucket, cut
@@ -120,7 +120,8 @@ def test_shapes_are_as_large_as_they_are_said_to_be():
     """The area of each, by its corners; and the colour of its class inside."""
     refused("shapes that fit", MovingShapes, size=(20, 26))
     for label in range(16):
-        shape, colour = [*SHAPES][label // 4], [*COLOURS.values()][label % 4]
+        named, shape = NAMES[label].split()
+        colour = COLOURS[named]
         frame = MovingShapes(frames=1, size=(64, 64), radius=(20.0, 20.0)).clip(label, 0)["x"][:, 0] / 2 + 0.5
         ground, paint = (torch.tensor(c)[:, None, None] for c in (GROUND, colour))
         area = ((frame - ground) / (paint - ground)).mean(0).sum().item()

@@ -86,8 +86,13 @@ class Show(task.Show):
         told, none, classes = torch.tensor(labels), None, self.task.num_classes
         if classes is not None:
             none = self.task.told(torch.full_like(told, classes), size, fps)
-        titles = ["" if classes is None else str(label) for label in labels]
+        titles = ["" if classes is None else self.names[label] for label in labels]
         return Clips(size, {} if none is None else self.task.told(told, size, fps), none, titles)
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The names of the classes: the data's own `names`, else their numbers."""
+        return getattr(self.config.data, "names", None) or [str(label) for label in range(self.task.num_classes or 0)]
 
     def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Pairs:
         """Clips from fixed noise, of the classes or captions of real ones, and these."""
@@ -103,8 +108,7 @@ class Show(task.Show):
         n, c, t, _, w = samples.real.shape
         line = torch.full((n, c, t, 1, w), GREY, dtype=torch.uint8)
         pairs = torch.cat([samples.real, line, samples.samples], dim=3)  # the sample under the real clip
-        titles = samples.titles if any(samples.titles) else None
-        save_gif(path, pairs, fps=samples.fps, columns=columns(n), titles=titles)
+        save_gif(path, pairs, fps=samples.fps, columns=columns(n), titles=shown(samples.titles))
         return self.measure(samples.real, samples.samples, samples.titles) if self.config.sample.metrics else {}
 
     def measure(self, real: Tensor, made: Tensor, titles: Sequence[str]) -> dict[str, float]:
@@ -117,7 +121,7 @@ class Show(task.Show):
         if self.features is not None and len(real) > 1:
             found["Fréchet video distance"] = frechet_distance(self.features(real), self.features(made))
         if self.task.num_classes and self.probed:
-            labels = [int(title) for title in titles]
+            labels = [self.names.index(title) for title in titles]
             shares = self.probe.shares(made.float() / 127.5 - 1, labels)
             found |= {f"sample {name}": value for name, value in shares.items()}
         return found
@@ -187,6 +191,11 @@ class Show(task.Show):
         return linear_denoiser_loss(x, y, levels, *labels).mean().item()
 
 
+def shown(titles: Sequence[str]) -> Sequence[str] | None:
+    """Titles to write under clips: none where all are empty."""
+    return titles if any(titles) else None
+
+
 def columns(n: int) -> int | None:
     """The columns of a grid of n whose rows are full, if there is one."""
     return max((columns for columns in range(2, 9) if n % columns == 0), default=None)
@@ -251,7 +260,7 @@ class Infer(task.Infer):
         with watch("decoding"):
             self.made = pixels = decode(made, codec)
         with watch("writing"):
-            written = on_first_rank(lambda: user_error(write, options, formats, pixels, fps))
+            written = on_first_rank(lambda: user_error(write, options, formats, pixels, fps, clips.titles))
         rounds = options.steps * -(-len(made) // self.config.train.batch)
         watch.notes["sampling"] = f" ({watch.spent['sampling'] / rounds:.3g} s a step)"
         self.account = f"{watch}; {len(made)} x {self.task.tokens_of(clips.size):,} tokens"
@@ -295,11 +304,13 @@ def held_frames(options: Namespace, size: tuple[int, int, int], codec: Any) -> T
     return codec.encode(x)
 
 
-def write(options: Namespace, formats: Sequence[str], pixels: Tensor, fps: float) -> list[Path]:
+def write(options: Namespace, formats: Sequence[str], pixels: Tensor, fps: float, titles: Sequence[str]) -> list[Path]:
+    """Movies of all clips: one GIF, where several have their titles under them, or an MP4 of each."""
     written, stem = [], f"seed-{options.seed}"
     if "gif" in formats:
         written.append(options.out / f"{stem}.gif")
-        save_gif(written[-1], pixels, fps=fps, columns=columns(len(pixels)))
+        below = shown(titles) if len(titles) > 1 else None
+        save_gif(written[-1], pixels, fps=fps, columns=columns(len(pixels)), titles=below)
     for i in range(len(pixels) if "mp4" in formats else 0):
         written.append(options.out / (f"{stem}-{i}.mp4" if len(pixels) > 1 else f"{stem}.mp4"))
         save_mp4(written[-1], pixels[i : i + 1], fps=fps)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, hash_seed, order
-from zoo.data.shapes import MovingShapes
+from zoo.data.shapes import NAMES, MovingShapes
 from zoo.training import UserError, complete, task, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
@@ -55,6 +55,7 @@ class Digits:
 class Shapes:
     channels: ClassVar[int] = 3
     classes: ClassVar[int | None] = MovingShapes.num_classes
+    names: ClassVar[tuple[str, ...]] = NAMES
     caption_channels: ClassVar[int] = 0
     fps: ClassVar[float] = 8
     name: str = option("shapes", "moving shapes in colour, drawn by formula; a class for each shape and colour")
