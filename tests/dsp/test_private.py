@@ -41,6 +41,7 @@ def checkpoint_frame() -> None:
     def region(x: Tensor) -> Tensor:
         frames.append(private.checkpoint_frame())
         if len(frames) == 1:
+            assert [a is b for a, b in zip(private.checkpoint_arguments(frames[0]), (x,), strict=True)] == [True]
             for key in ("one", "two"):
                 assert not private.Recompute.known(frames[0], key)
                 private.Recompute(frames[0], key, partial(around, key))
@@ -338,6 +339,9 @@ def modules() -> None:
     before, after = private.hooks_of(model)
     assert (list(before), list(after)) == ([handle.id], [])
     before.move_to_end(handle.id)
+    backward = model.register_full_backward_hook(lambda *_: None)
+    assert [list(hooks) for hooks in private.backward_hooks_of(model)] == [[], [backward.id]]
+    backward.remove()
     assert private.compiled_call(model) is None
     private.set_compiled_call(model, lambda *_: "compiled")
     assert model(torch.ones(1, 2)) == "compiled"
