@@ -75,7 +75,7 @@ class Applied:
         return carry(gradient / self.axis.size, at)
 
     def returned(self, run: Run, t: Any, at: At | None) -> Any:
-        """The gradient that goes on, of one of a single process: N times this rank's shard, or one of N equal summands."""
+        """The gradient that goes on: N times this rank's shard of a single process's, or one of N equal summands."""
         if not isinstance(t, Tensor):
             return t
         (local,) = run.views.bring([t], [run.open(t)], [None if at is None else at.cut], [])
