@@ -62,7 +62,7 @@ class Applied:
         return (*returned, *found[len(wanted) :]) if several else returned[0]
 
     def saved(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """What was saved as it lay: autograd, or the hooks of a checkpoint, may bring it back as plain tensors."""
+        """The saved tensors as they lay: autograd, or the hooks of a checkpoint, may bring them back as plain ones."""
         lay = zip(tensors, self.kept, strict=True)
         return tuple(carry(t, at) if at and type(t) is Tensor and t.shape == at.local else t for t, at in lay)
 
@@ -75,7 +75,7 @@ class Applied:
         return carry(gradient / self.axis.size, at)
 
     def returned(self, run: Run, t: Any, at: At | None) -> Any:
-        """What goes on from a gradient of a single process: N times this rank's shard, or one of N equal summands."""
+        """The gradient to hand on, of that of a single process: N times this rank's shard, or one of N equal summands."""
         if not isinstance(t, Tensor):
             return t
         (local,) = run.views.bring([t], [run.open(t)], [None if at is None else at.cut], [])
