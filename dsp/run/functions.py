@@ -75,7 +75,7 @@ class Applied:
         return carry(gradient / self.axis.size, at)
 
     def returned(self, run: Run, t: Any, at: At | None) -> Any:
-        """The gradient to hand on, of that of a single process: N times this rank's shard, or one of N equal summands."""
+        """The gradient to hand on, of a single process's: N times this rank's shard, or one of N equal summands."""
         if not isinstance(t, Tensor):
             return t
         (local,) = run.views.bring([t], [run.open(t)], [None if at is None else at.cut], [])

@@ -21,8 +21,8 @@ ROOMS = {
     "plan": """script record recorder events places skeleton precision meter operation names values operations backwards
         choices stage_cache without_data tracer tracing reads picture hidden table solve program cost
         overlap traffic advice make choose""",
-    "run": """views writes notes kept traffic_check lookup forward gradient_hooks functions piecewise recipes follow glue inputs outputs
-        agreement stage_calls hooks guards tidy graph pipelines parallel""",
+    "run": """views writes notes kept traffic_check lookup forward gradient_hooks functions piecewise recipes
+        follow glue inputs outputs agreement stage_calls hooks guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid core ulysses low_rank ring tensor method timing",
