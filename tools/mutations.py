@@ -176,7 +176,7 @@ FAULTS = [
     Fault(
         "nobody hears what a checkpoint sends again",
         "dsp/run/whole.py",
-        "observing(traffic_check.again(again) if traffic_check is not None else None)",
+        "observing(traffic_check.again(repeated) if traffic_check is not None else None)",
         "observing(None)",
         "dsp/plan/test_plan_word",
     ),
