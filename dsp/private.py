@@ -248,6 +248,12 @@ def checkpoint_arguments(frame: Any) -> Sequence[Any]:
     return ()
 
 
+def compared_as(frame: Any, plain: Callable[[Any], Any]) -> None:
+    """Have an activation checkpoint compare `plain(x)` of all that it keeps and computes again."""
+    if (metadata := frame.metadata_fn) is not None:
+        frame.metadata_fn = lambda x: metadata(plain(x))
+
+
 class Recompute:
     """The recomputation of an activation checkpoint within a context, `around()`; it takes its place in the frame.
 
@@ -262,8 +268,8 @@ class Recompute:
     ) -> None:  # fmt: skip
         self.inner, self.key, self.around, self.given = frame.recompute_fn, key, around, given
         frame.recompute_fn = self
-        if plain is not None and (metadata := frame.metadata_fn) is not None:
-            frame.metadata_fn = lambda x: metadata(plain(x))
+        if plain is not None:
+            compared_as(frame, plain)
 
     def __call__(self, *args: Any) -> Any:
         with self.around():
@@ -324,6 +330,7 @@ __all__ = [
     "checkpoint_arguments",
     "checkpoint_frame",
     "children_of",
+    "compared_as",
     "compiled_call",
     "compiled_callers",
     "compiler_loaded",

@@ -17,11 +17,11 @@ from dsp.layout import Axis, Cut, cut_of
 from dsp.methods import RankPart
 from dsp.moves import Part, switch_all
 from dsp.plan.script import INPUTS, Script, Where
-from dsp.private import StorageWeakRef, checkpoint_frame, saving_hooks
+from dsp.private import StorageWeakRef, checkpoint_frame, compared_as, saving_hooks
 from dsp.run.lookup import NUMBERS, Lookup
 from dsp.run.views import Views
 from dsp.run.writes import Writes, copy_source
-from dsp.sharded import ACTIVE, Sharded, carry
+from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Stage
 from dsp.tensors import memory
 
@@ -60,6 +60,8 @@ class Run(Lookup):
         self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
         self.recorder: Any = None  # when no plan could be made ahead: this run, for the next ones
         self.within = checkpoint_frame() if saving_hooks(False) is not None else None  # which calls the model anew
+        if self.within is not None:
+            compared_as(self.within, plain)
         self.mode: Any = None  # `dsp.run.whole.GlueOnWholes`, while it is the one that runs
 
     @contextmanager

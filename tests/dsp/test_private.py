@@ -32,6 +32,7 @@ def checkpoint_frame() -> None:
     """Found where a checkpoint runs its region, and what it runs again in backward can be replaced. Else not found."""
     frames: list[Any] = []
     again: list[str] = []
+    compared: list[Any] = []
 
     @contextmanager
     def around(key: str) -> Iterator[None]:
@@ -45,6 +46,7 @@ def checkpoint_frame() -> None:
             for key in ("one", "two"):
                 assert not private.Recompute.known(frames[0], key)
                 private.Recompute(frames[0], key, partial(around, key))
+            private.compared_as(frames[0], lambda x: compared.append(x.shape) or x)  # type: ignore[func-returns-value]
             assert private.Recompute.known(frames[0], "one")
         return x.sin().exp()
 
@@ -54,6 +56,7 @@ def checkpoint_frame() -> None:
     assert private.checkpoint_frame() is None
     y.sum().backward()
     assert again == ["two", "one"], "what a checkpoint recomputes with is no longer frame.recompute_fn"
+    assert compared == [(3,)] * 4, "what is kept and what is made again are compared by other than frame.metadata_fn"
     assert frames[0] is not None
     assert frames[1] is None, "a recomputation looks like a first run"
     with torch.autograd.graph.save_on_cpu():
