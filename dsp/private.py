@@ -51,6 +51,7 @@ LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
 FLEX = "torch.nn.attention.flex_attention"  # the module of functions that read no place: those of no mask, no change
 is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # whether two tensors live in one memory
+APPLIES: Any = torch.autograd.function._SingleLevelFunction  # whose `apply` every function comes to, however bound
 GRAD_SWITCH = torch._C._set_grad_enabled  # as a graph records it
 OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for their gradient, though it is a function
 
@@ -291,6 +292,7 @@ set_backward_hooks: Any = Tensor._backward_hooks.__set__  # type: ignore[union-a
 
 
 __all__ = [
+    "APPLIES",
     "COMPILERS_OWN",
     "FLEX",
     "GRAD_SWITCH",

@@ -401,8 +401,8 @@ FAULTS = [
     Fault(
         "what a checkpoint computes again takes the first turn",
         "dsp/run/whole.py",
-        "turns, current = dict(run.turns), ACTIVE.get()",
-        "turns, current = dict[int, int](), ACTIVE.get()",
+        "run.first, dict(run.turns), ACTIVE.get()",
+        "run.first, dict[int, int](), ACTIVE.get()",
         "dsp/run/test_lookup::test_two_that_read_the_same_are_decided_apart",
     ),
     Fault(

@@ -97,6 +97,7 @@ class Event:
     line: str = ""  # of the user's code, as "model.py:37"
     written: bool = False  # a glue op that writes in place
     constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
+    shares: list[bool] = field(default_factory=list)  # by result: whether another, or what it read, has its memory
     made: list[dict[str, int]] = field(default_factory=list)  # by result of a stage: dims that no input has
 
 

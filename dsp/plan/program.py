@@ -58,13 +58,17 @@ class Program:
         dtype; all other moves happen at the use. So do those of what was written in place, which is read by way of the
         tensor that was written, of what shares memory with it, and of a whole tensor that was stretched.
         """
-        made = {v: (step, key) for step in self.found.steps for v, key in zip(step.op.outputs, step.choice.gives)}
+        made = {
+            v: (step, key, k) for step in self.found.steps
+            for k, (v, key) in enumerate(zip(step.op.outputs, step.choice.gives))
+        }  # fmt: skip
         found: dict[int, Layout] = {}
         for v, (first, *rest) in self.moves.items():
             if v not in made or first.kind == "gather":
                 continue
-            step, home = made[v]
-            stays = step.event.written or step.event.kind == "source" or self.trace.values[v].fixed
+            step, home, k = made[v]
+            shares = self.trace.values[v].fixed and step.event.shares[k]
+            stays = step.event.written or step.event.kind == "source" or shares
             if not stays and home not in self.used.get(v, set()) and all(m.src != home for m in rest):
                 found[v] = first.dst
         return found

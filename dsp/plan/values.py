@@ -124,6 +124,8 @@ class Values:
         if node is not None:
             event.region, event.line = node.region, node.line
             event.module = node.module if event.kind != "stage" else ""
+            own, read = [t.memory for t in outputs], {t.memory for t in node.operands}
+            event.shares = [m >= 0 and (m in read or own.count(m) > 1) for m in own]
         made = [self.edges[v] for v in op.outputs]
         if not made:
             made = [{t.edge} for t in outputs]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from torch.autograd import Function
 
 from dsp.layout import At, Axis
 from dsp.observers import OBSERVER, Observer, observing
+from dsp.private import APPLIES
 from dsp.run.forward import Run
 from dsp.run.whole import Again
 from dsp.sharded import ACTIVE, Sharded, carry, plain
-
-APPLY = Function.__dict__["apply"]
 
 
 def at_of(t: Any) -> At | None:
@@ -49,13 +47,12 @@ class Applied:
         self.made = [at_of(t) for t in (made if isinstance(made, tuple) else (made,))]
 
     def backward(self, function: type[Function], ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
-        if not any((*self.given, *self.made, *self.kept)):
-            return function.backward(ctx, *gradients)  # it knew replicated tensors alone
         with observing(self.observer):
-            seen = list(map(self.seen, gradients, self.made))
+            own = list(map(self.of_one_process, gradients, self.made))
             with self.again() as run:
                 run.in_function = not torch.is_grad_enabled()
-                found = function.backward(ctx, *seen)
+                seen = [t if t is None or at is None else carry(t, at, run.first - 1) for t, at in zip(own, self.made)]
+                found = backward_of(function)(ctx, *seen)
                 several = isinstance(found, tuple)
                 wanted = [(t, at) for t, at in zip(found if several else (found,), self.given)]
                 returned = [self.returned(run, t, at) for t, at in wanted]
@@ -66,13 +63,12 @@ class Applied:
         lay = zip(tensors, self.kept, strict=True)
         return tuple(carry(t, at) if at and type(t) is Tensor and t.shape == at.local else t for t, at in lay)
 
-    def seen(self, gradient: Tensor | None, at: At | None) -> Tensor | None:
-        """The gradient of a single process."""
+    def of_one_process(self, gradient: Tensor | None, at: At | None) -> Tensor | None:
+        """The gradient of a single process, or this rank's shard of it."""
         if gradient is None:
             return None
-        if at is None:
-            return torch.ops.dsp.all_reduce(gradient, self.axis.group) / self.axis.size
-        return carry(gradient / self.axis.size, at)
+        whole = gradient if at is not None else torch.ops.dsp.all_reduce(gradient, self.axis.group)
+        return whole / self.axis.size
 
     def returned(self, run: Run, t: Any, at: At | None) -> Any:
         """The gradient that goes on: N times this rank's shard of a single process's, or one of N equal summands."""
@@ -85,9 +81,15 @@ class Applied:
 APPLIED: ContextVar[Applied] = ContextVar("dsp_applied")  # whose forward begins
 
 
-@cache
-def followed(function: type[Function]) -> type[Function]:
-    """The function with its backward between stages, for the application that `APPLIED` has."""
+def backward_of(function: Any) -> Any:
+    """Its backward, by whichever of the two names it has."""
+    return function.vjp if function.vjp is not Function.vjp else function.backward
+
+
+def followed(function: Any) -> Any:
+    """The function with its backward between stages, for the application that `APPLIED` has; made once for each."""
+    if (known := function.__dict__.get("_dsp_followed")) is not None:
+        return known
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.dsp_applied.backward(function, ctx, gradients)
@@ -105,41 +107,43 @@ def followed(function: type[Function]) -> type[Function]:
 
     apart = function.setup_context is not Function.setup_context
     own = {"setup_context": setup_context} if apart else {"forward": forward}
-    made = {name: staticmethod(method) for name, method in (own | {"backward": backward}).items()}
-    found = type(function.__name__, (function,), made)
-    kind: Any = found._backward_cls  # type: ignore[attr-defined]
-    saved = property(lambda ctx: ctx.dsp_applied.saved(super(kind, ctx).saved_tensors))
-    kind.saved_tensors = saved
+    name = "vjp" if function.vjp is not Function.vjp else "backward"
+    made = {name: staticmethod(method) for name, method in (own | {name: backward}).items()}
+    found: Any = type(function.__name__, (function,), made)
+    kind = found._backward_cls
+    kind.saved_tensors = property(lambda ctx: ctx.dsp_applied.saved(super(kind, ctx).saved_tensors))
+    function._dsp_followed = found
     return found
 
 
-def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply` while a forward runs: between stages, on sharded tensors, it is that of `followed`."""
+def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply` while a forward runs: between stages it is that of `followed`."""
     current = ACTIVE.get()
     run = None if current is None else current[1]
     own = function.__module__.startswith(("torch.", "dsp."))
     if run is None or own or run.by_graph or run.mode.asleep or not any(isinstance(a, Tensor) for a in args):
-        return APPLY.__get__(None, function)(*args, **kwargs)
+        return super(APPLIES, function).apply(*args, **kwargs)
     token = APPLIED.set(Applied(run.axis, run.mode.again()))
     try:
-        return APPLY.__get__(None, followed(function))(*args, **kwargs)
+        return super(APPLIES, followed(function)).apply(*args, **kwargs)
     finally:
         APPLIED.reset(token)
 
 
 class Intercepting:
-    """A context in which the functions that a model applies come to `apply`; several threads may be in it."""
+    """While forwards run, in one thread or several, the functions that their models apply come to `apply`."""
 
-    inside = 0
-    lock = threading.Lock()
+    def __init__(self) -> None:
+        self.inside, self.lock = 0, threading.Lock()
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         with self.lock:
-            Intercepting.inside += 1
-            Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+            self.inside += 1
+            if self.inside == 1:
+                APPLIES.apply = classmethod(apply)
 
-    def __exit__(self, *exc: Any) -> None:
+    def end(self) -> None:
         with self.lock:
-            Intercepting.inside -= 1
-            if not Intercepting.inside:
-                Function.apply = APPLY  # type: ignore[method-assign]
+            self.inside -= 1
+            if not self.inside:
+                del APPLIES.apply

@@ -43,13 +43,12 @@ SAME = "same"  # the recipe of what returns its first argument as it is
 class Glue(GlueOnWholes):
     """The mode of a run whose operations between stages run on local parts, where a rule says how."""
 
-    def __enter__(self) -> Any:
-        FUNCTIONS.__enter__()
-        return super().__enter__()
+    def begin(self) -> None:
+        FUNCTIONS.begin()
 
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        FUNCTIONS.__exit__(*exc)
+    def end(self) -> None:
+        FUNCTIONS.end()
+        super().end()
 
     def wait(self, what: Traits, args: Any, kwargs: Any) -> None:
         if what.name in TELLING or not (what.metadata or what.name in LOOKS):

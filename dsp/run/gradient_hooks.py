@@ -35,7 +35,7 @@ class GradientHook:
         with observing(self.observer):
             if self.at is None:
                 return self.of_whole(torch.ops.dsp.all_reduce(grad, self.axis.group) / self.axis.size)
-            return self.of_shard(carry(grad / self.axis.size, self.at))
+            return self.of_shard(grad / self.axis.size)
 
     def of_whole(self, grad: Tensor) -> Tensor:
         """The gradient of a replicated tensor, alike on all ranks: each has one of N equal summands."""
@@ -43,11 +43,11 @@ class GradientHook:
             found = self.hook(grad) if self.hook is not None else None
         return grad if found is None else found
 
-    def of_shard(self, grad: Sharded) -> Tensor | None:
+    def of_shard(self, grad: Tensor) -> Tensor | None:
         assert self.at is not None
         assert self.hook is not None
         with self.again() as run:
-            found = self.hook(grad)
+            found = self.hook(carry(grad, self.at, run.first - 1))
             if not isinstance(found, Tensor):
                 return found
             (local,) = run.views.bring([found], [run.open(found)], [self.at.cut], [])

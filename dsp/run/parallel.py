@@ -329,13 +329,13 @@ class FullRuntime(Runtime):
             run.arrive()
         run.observe("root_outputs", output)
         plan, check = entry.plan, run.traffic_check
-        if plan is None:
+        if plan is None and run.within is None:  # a checkpoint calls the model again, and it has to go the same way
             args, kwargs = given
             entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
         output = super().finished(run, entry, output, given)
         if check is not None:
             check.end()
-        if plan is not None and run.unknown and not plan.script.recorded:
+        if plan is not None and run.unknown and not plan.script.recorded and run.within is None:
             # a cache that was filled, a branch: the next call makes another plan, or is recorded for those after it
             if entry.anew:
                 entry.plan = None

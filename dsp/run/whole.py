@@ -42,21 +42,29 @@ PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written
 
 
 class active:
-    """Make `run` the one that hooks and mode of `runtime` serve."""
+    """Make `run` the one that hooks and mode of `runtime` serve, in the place of one that runs now."""
 
     def __init__(self, runtime: Any, run: Run) -> None:
         self.runtime, self.run = runtime, run
 
     def __enter__(self) -> None:
+        current = ACTIVE.get()
+        self.outer = None if current is None or current[1].mode.asleep else current[1].mode
+        if self.outer is not None:  # what backward runs asked for what a checkpoint did not keep
+            self.outer.suspend()
         self.token, self.run.mode = ACTIVE.set((self.runtime, self.run)), self.runtime.between_stages(self.run)
+        self.run.mode.begin()
         self.run.mode.__enter__()
 
     def __exit__(self, *error: object) -> None:
         try:
             self.run.mode.__exit__(*error)
         finally:
+            self.run.mode.end()
             ACTIVE.reset(self.token)
             self.run.mode = None  # it knows the run: nobody would let go of either before garbage is collected
+            if self.outer is not None:
+                self.outer.resume()
 
 
 @dataclass(eq=False)
@@ -131,6 +139,12 @@ class GlueOnWholes(Between):
         if not self.popped:  # an exception that no hook saw may have left a stage open
             super().__exit__(*exc)
         self.asleep = self.popped = False
+
+    def begin(self) -> None:
+        """Called before a forward; the mode is entered anew for each operation that is written out."""
+
+    def end(self) -> None:
+        """Called after a forward, however it ended."""
         for forward in self.cut:
             forward.let_go()
 
@@ -237,14 +251,13 @@ def sharded_in(args: Any, kwargs: Any) -> list[Sharded]:
 
 def in_backward(run: Run, script: Script | None) -> Again:
     """A context in which operations between stages run in backward as in this run, by `script`."""
-    arguments = run.axis, script, run.root_sizes, run.recipes if script is run.script else {}, run.first
-    turns, current = dict(run.turns), ACTIVE.get()
+    axis, sizes, first, turns, current = run.axis, run.root_sizes, run.first, dict(run.turns), ACTIVE.get()
     assert current is not None
     runtime = current[0]
 
     @contextmanager
     def again() -> Iterator[Run]:
-        repeated = Run(*arguments, turns)
+        repeated = Run(axis, script, sizes, runtime.recipes, first, turns)
         repeated.again = True
         with active(runtime, repeated):
             yield repeated

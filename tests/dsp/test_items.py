@@ -76,7 +76,7 @@ def test_a_list_of_samples_is_exact(mesh: DeviceMesh, count: int) -> None:
 def test_check_takes_lists_at_two_sizes(mesh: DeviceMesh) -> None:
     text = dsp.check(Joint(), kwargs=inputs(2), mesh=mesh).text()
     assert "float64: ok" in text
-    assert "with t₁=5 h₁=4 w=6 t₂=3 h₂=6 l₁=3 l₂=4 and with t₁=3" in text
+    assert "at each size (t₁=5 h₁=4 w=6 t₂=3 h₂=6 l₁=3 l₂=4; t₁=3" in text
 
 
 def test_a_plan_names_the_items() -> None:

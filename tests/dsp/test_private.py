@@ -88,6 +88,22 @@ class Noting(torch.autograd.Function):
         return grad
 
 
+def functions() -> None:
+    """The functions that are applied come to `APPLIES`, also those bound before."""
+    bound, seen = Noting.apply, list[Any]()
+
+    def apply(cls: Any, *args: Any) -> Any:
+        seen.append(cls)
+        return super(private.APPLIES, cls).apply(*args)
+
+    private.APPLIES.apply = classmethod(apply)
+    try:
+        bound(torch.ones(1, requires_grad=True)).backward()
+    finally:
+        del private.APPLIES.apply
+    assert seen == [Noting]
+
+
 def compiling() -> None:
     """Compiled calls in a region where the compiler is put aside, under a mode that sees ops; and flex_attention."""
     from torch.nn.attention import flex_attention
@@ -375,9 +391,9 @@ def tensors() -> None:
 
 ALONE = [
     modules, tensors,
-    checkpoint_frame, unknown_checkpoints, backward_pass, after_backward, backward_node, leaf, passing, fake_tensors,
-    dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms, module_dicts,
-    of_the_zoo, transforms, saving_hooks, compilers, slow(compiling),
+    checkpoint_frame, unknown_checkpoints, functions, backward_pass, after_backward, backward_node, leaf, passing,
+    fake_tensors, dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms,
+    module_dicts, of_the_zoo, transforms, saving_hooks, compilers, slow(compiling),
 ]  # fmt: skip
 
 

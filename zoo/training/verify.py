@@ -89,16 +89,18 @@ def read_metadata(path: Path, allowed_files: set[str]) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _PlainUnpickler(file).load()
-    except Exception as error:  # a broken pickle can raise anything
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise Damaged(f"{path} holds no checkpoint metadata")
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise Damaged(f"{path}: {name} is not a tensor")
+        for info in metadata.storage_data.values():
+            if info.relative_path not in allowed_files or info.transform_descriptors:
+                raise Damaged(f"{path} points at {info.relative_path}, which is not in the manifest")
+    except Damaged:
+        raise
+    except Exception as error:  # a broken pickle can raise anything, and what it made may lack anything
         raise Damaged(f"{path}: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise Damaged(f"{path} holds no checkpoint metadata")
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise Damaged(f"{path}: {name} is not a tensor")
-    for info in metadata.storage_data.values():
-        if info.relative_path not in allowed_files or info.transform_descriptors:
-            raise Damaged(f"{path} points at {info.relative_path}, which is not in the manifest")
     return metadata
 
 

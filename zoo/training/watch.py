@@ -163,6 +163,7 @@ class Watch:
                 beaten, beat = now, (self.progress.count, *self.progress.where())
                 self.me.note(*beat)
                 self._say(beat=beat)
+                seen = time.monotonic()  # to a rank that is stopped a message takes its time
             ends: dict[Any, Peer] = {peer.end: peer for peer in self.peers if peer.end and not peer.left}
             for end in wait(list(ends), min(BEAT, self.timeout) / 4):
                 self._take(ends[end], received(end))
@@ -260,7 +261,8 @@ def listen(world: int, seconds: float, announce: Callable[[int], None]) -> list[
                 text = f"rank {names} of {world} did not connect within {seconds:g} s (train.timeout)"
                 raise UserError(text, alone=True)
             end = connection(door.accept()[0])
-            if hello := received(end):  # else it is somebody else's
+            hello = received(end)
+            if hello.keys() >= {"rank", "name"}:  # else it is somebody else's
                 found[hello["rank"]] = Peer(hello["rank"], end, hello["name"])
     return [found[rank] for rank in sorted(found)]
 

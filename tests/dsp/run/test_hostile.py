@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import dsp
+from dsp import private
 from tests.support.beside import averaged, beside, exact
 from tests.support.slow import slow
 from tests.support.toys import Along, Blocks, C, Core, Fn, SpaceTime
@@ -149,9 +150,48 @@ class Scaled(torch.autograd.Function):
         return (grad - grad.mean((1, 2), keepdim=True)) * w, (grad * x).sum((0, 1, 2))
 
 
+class Normed(torch.autograd.Function):
+    """A backward that is not linear in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad / (grad.norm() + 0.1) + x * 1e-2
+
+
+class ByAnotherName(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def vjp(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / (grad.norm() + 0.1)
+
+
+normed = Normed.apply  # bound before any forward, as torch's own examples have it
+FUNCTIONS = {
+    "many": lambda m, x: m.time(checkpoint(m.glue, m.space(x), use_reentrant=False)) + m.glue(x),
+    "bound before": lambda m, x: m.time(normed(m.space(x))),
+    "of replicated tensors": lambda m, x: m.time(m.space(x)) * normed(m.w * 2),
+    "by vjp": lambda m, x: m.time(ByAnotherName.apply(m.space(x))),
+    "of named arguments": lambda m, x: m.time(Surrogate.apply(x=m.space(x), steps=4.0)[1]),
+    "behind a stage, in a checkpoint": lambda m, x: m.time(
+        checkpoint(lambda x: normed(m.written_out(m.space(x))), x, use_reentrant=False)
+    ),
+}
+
+
 class Applies(SpaceTime):
-    def __init__(self) -> None:
-        super().__init__(lambda m, x: m.time(checkpoint(m.glue, m.space(x), use_reentrant=False)) + m.glue(x))
+    stages = {**SpaceTime.stages, "written_out": "b t s c"}
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__(forward, written_out=nn.PReLU())
         self.w = nn.Parameter(torch.randn(C))
 
     def glue(self, x: Tensor) -> Tensor:
@@ -160,11 +200,19 @@ class Applies(SpaceTime):
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
-def test_a_function_of_autograd_is_exact_between_stages(mesh: DeviceMesh) -> None:
-    before = torch.autograd.Function.__dict__["apply"]
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_autograd_is_exact_between_stages(mesh: DeviceMesh, name: str) -> None:
     x = torch.randn(2, 7, 5, C, dtype=torch.float64, requires_grad=True)
-    exact(Applies().double(), mesh, (x,), rounds=2)
-    assert torch.autograd.Function.__dict__["apply"] is before
+    exact(Applies(FUNCTIONS[name]).double(), mesh, (x,), rounds=2)
+    assert "apply" not in private.APPLIES.__dict__
+
+
+def test_what_is_written_out_leaves_a_forward_in_pieces(mesh: DeviceMesh) -> None:
+    """An operation of torch that is written out between stages enters the mode of the forward anew."""
+    single = SpaceTime(lambda m, x: m.time(m.space(x) * F.cosine_similarity(m.space(x), x, -1)[..., None])).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=2)
+    beside(single, model, mesh, (torch.randn(2, 8, 8, C, dtype=torch.float64),), rounds=2)
+    assert "apply" not in private.APPLIES.__dict__
 
 
 class Again(torch.autograd.Function):
