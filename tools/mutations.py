@@ -380,7 +380,7 @@ FAULTS = [
     Fault(
         "what was written in place is switched where it was written",
         "dsp/plan/program.py",
-        'stays = step.event.written or step.event.kind == "source" or self.trace.values[v].fixed',
+        'stays = step.event.written or step.event.kind == "source" or shares',
         'stays = step.event.kind == "source"',
         "dsp/run/test_hostile::test_refused_by_name",
     ),
