@@ -12,87 +12,51 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from dsp.layout import At, Axis
-from dsp.observers import OBSERVER, Observer, observing
+from dsp.layout import At
 from dsp.private import APPLIES
-from dsp.run.forward import Run
-from dsp.run.whole import Again
-from dsp.sharded import ACTIVE, Sharded, carry, plain
+from dsp.run.gradient_hooks import InBackward, at_of
+from dsp.sharded import ACTIVE, carry
 
 
-def at_of(t: Any) -> At | None:
-    return t.at if isinstance(t, Sharded) else None
-
-
-class Applied:
+class Applied(InBackward):
     """One application of a function between stages: where its tensors lie, and how its backward runs.
 
     given, made, kept: of its arguments, of its results and of what it saved for backward.
     """
 
-    def __init__(self, axis: Axis, again: Again) -> None:
-        self.axis, self.again = axis, again
-        self.given: list[At | None] = []
-        self.made: list[At | None] = []
-        self.kept: list[At | None] = []
-        observer = OBSERVER.get()
-        self.observer: Observer | None = None if observer is None else observer.for_backward()
+    in_function = True
+    given: Sequence[At | None] = ()
+    made: Sequence[At | None] = ()
+    kept: Sequence[At | None] = ()
 
     def note(self, ctx: Any, given: Sequence[Any], made: Any) -> None:
         self.given, self.kept = list(map(at_of, given)), list(map(at_of, ctx.to_save or ()))
         self.made = [at_of(t) for t in (made if isinstance(made, tuple) else (made,))]
-
-    def backward(self, function: type[Function], ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
-        with observing(self.observer):
-            own = list(map(self.of_one_process, gradients, self.made))
-            with self.again() as run:
-                run.in_function = not torch.is_grad_enabled()
-                seen = [t if t is None or at is None else carry(t, at, run.first - 1) for t, at in zip(own, self.made)]
-                found = backward_of(function)(ctx, *seen)
-                several = isinstance(found, tuple)
-                wanted = [(t, at) for t, at in zip(found if several else (found,), self.given)]
-                returned = [self.returned(run, t, at) for t, at in wanted]
-        return (*returned, *found[len(wanted) :]) if several else returned[0]
 
     def saved(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The saved tensors as they lay: autograd, or hooks of a checkpoint, may bring them back as plain tensors."""
         lay = zip(tensors, self.kept, strict=True)
         return tuple(carry(t, at) if at and type(t) is Tensor and t.shape == at.local else t for t, at in lay)
 
-    def of_one_process(self, gradient: Tensor | None, at: At | None) -> Tensor | None:
-        """The gradient of a single process, or this rank's shard of it."""
-        if gradient is None:
-            return None
-        whole = gradient if at is not None else torch.ops.dsp.all_reduce(gradient, self.axis.group)
-        return whole / self.axis.size
-
-    def returned(self, run: Run, t: Any, at: At | None) -> Any:
-        """The gradient that goes on: N times this rank's shard of a single process's, or one of N equal summands."""
-        if not isinstance(t, Tensor):
-            return t
-        (local,) = run.views.bring([t], [run.open(t)], [None if at is None else at.cut], [])
-        return plain(local) if at is None else plain(local) * self.axis.size
-
 
 APPLIED: ContextVar[Applied] = ContextVar("dsp_applied")  # whose forward begins
-
-
-def backward_of(function: Any) -> Any:
-    """Its backward, by whichever of the two names it has."""
-    return function.vjp if function.vjp is not Function.vjp else function.backward
 
 
 def followed(function: Any) -> Any:
     """The function with its backward between stages, for the application that `APPLIED` has; made once for each."""
     if (known := function.__dict__.get("_dsp_followed")) is not None:
         return known
+    name = "vjp" if function.vjp is not Function.vjp else "backward"
+    boxed = getattr(function, "boxed_grads_call", False)  # it takes gradients as one list
 
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.dsp_applied.backward(function, ctx, gradients)
+        def its_own(*grads: Any) -> Any:
+            return getattr(function, name)(ctx, *([[*grads]] if boxed else grads))
+
+        return ctx.dsp_applied.called(its_own, gradients, ctx.dsp_applied.made, ctx.dsp_applied.given)
 
     def forward(ctx: Any, *args: Any) -> Any:
         ctx.dsp_applied = APPLIED.get()
@@ -107,9 +71,8 @@ def followed(function: Any) -> Any:
 
     apart = function.setup_context is not Function.setup_context
     own = {"setup_context": setup_context} if apart else {"forward": forward}
-    name = "vjp" if function.vjp is not Function.vjp else "backward"
-    made = {name: staticmethod(method) for name, method in (own | {name: backward}).items()}
-    found: Any = type(function.__name__, (function,), made)
+    methods = {key: staticmethod(method) for key, method in (own | {name: backward}).items()}
+    found: Any = type(function.__name__, (function,), {**methods, "boxed_grads_call": False})
     kind = found._backward_cls
     kind.saved_tensors = property(lambda ctx: ctx.dsp_applied.saved(super(kind, ctx).saved_tensors))
     function._dsp_followed = found

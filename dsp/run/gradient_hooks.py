@@ -6,7 +6,7 @@ tensor it has a summand of that (docs/numerics.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,41 +14,72 @@ from torch import Tensor
 
 from dsp.layout import At, Axis
 from dsp.observers import OBSERVER, observing
+from dsp.run.forward import Run
 from dsp.run.whole import Again
 from dsp.sharded import Sharded, carry, plain
 
 
-class GradientHook:
-    """A hook on the gradient of a tensor, called with the gradient of a single process as glue holds it.
+def at_of(t: Any) -> At | None:
+    return t.at if isinstance(t, Sharded) else None
 
-    at: where the tensor lies, None of a replicated one; again: a context of operations between stages, for backward;
-    hook: of the user, None to have the gradient alone.
+
+class InBackward:
+    """Code of the user that backward calls between stages: it gets gradients of a single process, and returns such.
+
+    again: a context of operations between stages; in_function: whether it is the backward of an autograd.Function.
     """
 
-    def __init__(self, t: Tensor, axis: Axis, again: Again, hook: Callable[[Tensor], Any] | None) -> None:
-        self.at: At | None = t.at if isinstance(t, Sharded) else None
-        self.axis, self.again, self.hook = axis, again, hook
+    in_function = False
+
+    def __init__(self, axis: Axis, again: Again) -> None:
+        self.axis, self.again = axis, again
         observer = OBSERVER.get()
         self.observer = None if observer is None else observer.for_backward()
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
+    def called(
+        self, code: Callable[..., Any], grads: Sequence[Any], made: Sequence[At | None], given: Sequence[At | None]
+    ) -> Any:
+        """The gradients that go on after `code` was called with `grads`, of tensors that lie as `made`.
+
+        They are of tensors that lie as `given`: N times this rank's shard of a single process's, or one of N equal
+        summands.
+        """
         with observing(self.observer):
-            if self.at is None:
-                return self.of_whole(torch.ops.dsp.all_reduce(grad, self.axis.group) / self.axis.size)
-            return self.of_shard(grad / self.axis.size)
+            own = list(map(self.of_one_process, grads, made))
+            with self.again() as run:
+                run.in_function = self.in_function and not torch.is_grad_enabled()
+                lie = zip(own, made)
+                found = code(*[t if at is None or t is None else carry(t, at, run.first - 1) for t, at in lie])
+                if not isinstance(found, tuple):
+                    return self.returned(run, found, given[0])
+                return *map(self.returned, [run] * len(given), found, given), *found[len(given) :]
 
-    def of_whole(self, grad: Tensor) -> Tensor:
-        """The gradient of a replicated tensor, alike on all ranks: each has one of N equal summands."""
-        with self.again():
-            found = self.hook(grad) if self.hook is not None else None
-        return grad if found is None else found
+    def of_one_process(self, gradient: Tensor | None, at: At | None) -> Tensor | None:
+        """The gradient of a single process, or this rank's shard of it."""
+        if gradient is None:
+            return None
+        whole = gradient if at is not None else torch.ops.dsp.all_reduce(gradient, self.axis.group)
+        return whole / self.axis.size
 
-    def of_shard(self, grad: Tensor) -> Tensor | None:
-        assert self.at is not None
-        assert self.hook is not None
-        with self.again() as run:
-            found = self.hook(carry(grad, self.at, run.first - 1))
-            if not isinstance(found, Tensor):
-                return found
-            (local,) = run.views.bring([found], [run.open(found)], [self.at.cut], [])
-        return plain(local) * self.axis.size
+    def returned(self, run: Run, t: Any, at: At | None) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        (local,) = run.views.bring([t], [run.open(t)], [None if at is None else at.cut], [])
+        return plain(local) if at is None else plain(local) * self.axis.size
+
+
+class GradientHook(InBackward):
+    """A hook on the gradient of a tensor, which lies `at` (None: it is replicated)."""
+
+    def __init__(self, t: Tensor, axis: Axis, again: Again, hook: Callable[[Tensor], Any] | None) -> None:
+        """hook: of the user, None to have the gradient alone."""
+        super().__init__(axis, again)
+        self.at, self.hook = at_of(t), hook
+
+    def __call__(self, grad: Tensor) -> Any:
+        return self.called(self.changed, [grad], [self.at], [self.at])
+
+    def changed(self, grad: Tensor) -> Tensor | None:
+        """The gradient after the hook; of a sharded tensor None if it is as it was."""
+        found = self.hook(grad) if self.hook is not None else None
+        return grad if found is None and self.at is None else found
