@@ -20,10 +20,7 @@ from dsp.moves import Part
 from dsp.pending import ahead
 from dsp.plan.script import key_of_operation
 from dsp.plan.tracing import KEPT
-from dsp.private import (
-    FakeTensor,
-    saving_hooks,
-)
+from dsp.private import FakeTensor, saving_hooks
 from dsp.rules.functions import LOOKS, TELLING
 from dsp.run.follow import follow, source
 from dsp.run.forward import Run

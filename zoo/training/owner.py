@@ -83,7 +83,9 @@ class Owner:
 
     def _there(self, file: int) -> bool:
         """Tell whether what is open is still what the folder has."""
-        return self.path.exists() and os.path.samestat(os.fstat(file), self.path.stat())
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file), self.path.stat())
+        return False
 
     def _forget(self) -> None:
         if self.file is not None:
