@@ -56,6 +56,14 @@ def _module(model: nn.Module, lines: list[Line]) -> tuple[str, str]:
     return type(model).__name__, ""
 
 
+def of_a_collective(error: BaseException) -> bool:
+    """Tell whether torch.distributed raised an error, as when the connection to another rank breaks."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed.")
+
+
 def misread(
     stage: Stage, decision: StageDecision, place: RankPart, tensors: Sequence[Tensor], error: BaseException
 ) -> str:

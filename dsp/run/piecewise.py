@@ -20,7 +20,7 @@ from dsp.planner import piece_sizes
 from dsp.private import compiled_call
 from dsp.run.agreement import Agreement
 from dsp.run.forward import InStage, Run
-from dsp.run.notes import misread
+from dsp.run.notes import misread, of_a_collective
 from dsp.run.stage_calls import StageCalls, StageDecision, with_dummy
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
@@ -80,7 +80,8 @@ class PieceCalls(StageCalls):
     def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
         """Keep what may be amiss with the pattern of a stage that raised."""
         super().failed(run, inside, error)
-        if run.script is not None and inside.decision.option.name is not None and type(error) in MISFITS:
+        parted = run.script is not None and inside.decision.option.name is not None
+        if parted and type(error) in MISFITS and not of_a_collective(error):
             tensors = [x.tensor for x in inside.given]
             run.misread = error, misread(inside.stage, inside.decision, inside.place, tensors, error)
 

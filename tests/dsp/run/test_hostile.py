@@ -237,6 +237,26 @@ def test_a_function_of_autograd_that_begins_a_backward_is_refused(mesh: DeviceMe
         model(torch.randn(1, 6, 5, C)).sum().backward()
 
 
+class Gathers(nn.Module):
+    """A stage with a collective inside that fails, as where the connection to another rank breaks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            torch.distributed.all_gather([torch.empty(3)], x.new_zeros(1))
+        return x
+
+
+def test_a_collective_that_fails_inside_a_stage_is_no_fault_of_its_pattern(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(SpaceTime(lambda m, x: m.time(m.space(x)), space=Gathers()), mesh).eval()
+    x = torch.randn(1, 6, 5, C)
+    with torch.no_grad():
+        model(x)
+        model.space.training = True
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            model(x)
+    assert not isinstance(raised.value, dsp.NotationError)
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
