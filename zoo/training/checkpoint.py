@@ -313,11 +313,11 @@ def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> 
 
 def _set_moments(model: nn.Module, optimizers: Any, tensors: Tensors) -> None:
     """Give optimizers the moments of `tensors`; those that they keep in fewer bits stay so."""
+    packed = _packed(optimizers)  # before the dicts of `state` are written to: these are the optimizers' own
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
     for (kind, name, *rest), value in tensors.items():
         for moment in rest if kind == "optimizer" else ():
             state["state"][name][moment] = value
-    packed = _packed(optimizers)
     set_optimizer_state_dict(model, optimizers, state)
     for optimizer, p, moment, value in packed:
         local_part(value).copy_(local_part(optimizer.state[p][moment]))
