@@ -20,9 +20,9 @@ from dsp.tensors import tensors_in
 def add_note(model: nn.Module, error: Exception) -> None:
     """Say of an error that a model raised with a sharded tensor at hand what that is, and what to make a stage.
 
-    Nothing is said of dsp's own errors, which say it, nor by Python 3.10, which has no notes.
+    Nothing is said of dsp's own errors, which say it themselves.
     """
-    if isinstance(error, (GlueError, NotationError)) or not hasattr(error, "add_note"):
+    if isinstance(error, (GlueError, NotationError)):
         return
     lines = lines_of(error)
     for at in range(len(lines) - 1, -1, -1):
