@@ -5,7 +5,7 @@ on every backend. Being custom ops they have fake kernels (torch.compile), autog
 another), and names that selective checkpointing and profilers can see.
 
 All sizes follow `torch.chunk`, but in `switch_among`, which is told the part of each of some ranks. `group` is the name
-of a process group, of a switch with the ways that it may go there (`dsp.routes`). `wire` names the format in which a
+of a process group, of a switch with the ways that it may go there (`dsp.legs`). `wire` names the format in which a
 switch travels, and `back` that of its adjoint (`dsp.wire`).
 """
 
@@ -105,7 +105,7 @@ def _switch_many(
     wire: str = SAME, back: str = SAME,
 ) -> list[Tensor]:  # fmt: skip
     if any(format_of(wire, x.dtype) for x in xs):
-        return import_module("dsp.formats").switch_packed(xs, src, dst, src_size, group, of, wire)
+        return import_module("dsp.packed").switch_packed(xs, src, dst, src_size, group, of, wire)
     if len({x.dtype for x in xs}) > 1:  # as bytes, which are a dim of their own
         raw = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
         return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]

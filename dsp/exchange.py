@@ -1,7 +1,7 @@
 """One exchange with exact sizes, and what a switch puts into it: pack, exchange, unpack, on one rank.
 
 All sizes follow `torch.chunk`, or are told by part. `group` is the name of a process group, with the ways that a switch
-may go on it (`dsp.routes.ways_of`).
+may go on it (`dsp.legs.ways_of`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -30,9 +29,7 @@ def name_of(group: str) -> str:
     return group.partition("|")[0]
 
 
-def legs() -> Any:
-    """The module of the exchanges that go in legs, which only those need who asked for a route."""
-    return import_module("dsp.legs")
+IN_LEGS: dict[str, Callable[..., Any]] = {}  # an exchange over a group with such ways; `dsp.legs` fills it
 
 
 def ranks(group: str) -> tuple[int, int]:
@@ -137,7 +134,7 @@ def exchanged(
         return exchanged(*raw, group, None, dealing and InUnits([(dealing, form.nbytes)]), later=True)
     flat, width = as_sent(send)
     splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    out = legs().later(flat, splits[0], width, group, dealing) if "|" in group else None
+    out = IN_LEGS["later"](flat, splits[0], width, group, dealing) if "|" in group else None
     if out is None:
         out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, name_of(group))
     return out if flat.dtype == send.dtype else out.view(send.dtype)
@@ -184,7 +181,7 @@ def launched(
     flat, width = as_sent(send)
     if width > 1:
         out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if "|" in group and (under_way := legs().launched(flat, out_splits, width, group, dealing)) is not None:
+    if "|" in group and (under_way := IN_LEGS["launched"](flat, out_splits, width, group, dealing)) is not None:
         return Unpacked(under_way, lambda came: came.view(send.dtype))
     out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(name_of(group))  # type: ignore[arg-type]
     work = all_to_all(out, flat, out_splits, in_splits, pg)

@@ -15,9 +15,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from dsp.exchange import InUnits, by_value, exchanged, joint_plan, packed
-from dsp.wire import FORMATS, SAME, format_of
-
 BLOCK = 128
 TINY = torch.finfo(torch.float32).tiny
 
@@ -150,37 +147,11 @@ def noise(x: Tensor, seed: int) -> Tensor:
     return ((mixed >> 40).to(torch.int32) + steps).bitwise_and_(0xFFFF).float().mul_(2**-16)
 
 
-FORMATS.update(
-    (f.name, f)
+FORMATS = {
+    f.name: f
     for f in (
         Format("bf16", torch.bfloat16),
         Scaled("fp8", torch.float8_e4m3fn, top=448.0, below=416.0),
         Scaled("int8", torch.int8, top=127.0, below=126.0, nan=-128.0),
     )
-)
-
-
-def switch_packed(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int], wire: str
-) -> list[Tensor]:
-    """Several switches in one all-to-all where some travel in a format: the tensors of one value, by its number in
-    `of`, as one tensor."""
-    plans, forms, rooms, raw, comes, goes = [], [], [], [], [], []
-    for own in by_value(len(xs), of):
-        some = [xs[i] for i in own]
-        where = [[v[i] for i in own] for v in (src, dst, src_size)]
-        plans.append(plan := joint_plan(some, where[0], where[1], where[2], group))
-        forms.append(form := format_of(wire, some[0].dtype) or Format(SAME, some[0].dtype))
-        rooms.append(some[0].new_empty(sum(plan.out_splits)))
-        sent, out_splits, in_splits = packed(form, plan.pack(some), plan.out_splits, plan.in_splits, group)
-        raw.append(sent.split(in_splits))
-        comes.append(out_splits)
-        goes.append(in_splits)
-    send = torch.cat([part for to_rank in zip(*raw) for part in to_rank])
-    dealing = InUnits([(plan, form.nbytes) for plan, form in zip(plans, forms)])
-    received = exchanged(send, [*map(sum, zip(*comes))], [*map(sum, zip(*goes))], group, None, dealing)
-    came = received.split([size for of_rank in zip(*comes) for size in of_rank])
-    found: list[Tensor] = []
-    for k, (plan, form, room) in enumerate(zip(plans, forms, rooms)):
-        found += plan.unpack(form.unpack(torch.cat(came[k :: len(plans)]), plan.out_splits, room))
-    return found
+}

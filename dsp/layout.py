@@ -22,7 +22,8 @@ from dsp.private import DTensorSpec, TensorMeta, _StridedShard
 from dsp.wire import AS_IT_IS, Wire
 
 if TYPE_CHECKING:
-    from dsp.routes import Route, Ways
+    from dsp.legs import Ways
+    from dsp.routes import Route
 
 
 class Cut(NamedTuple):

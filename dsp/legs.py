@@ -1,17 +1,175 @@
-"""Exchanges that go in legs, by the ways that stand behind the name of a group (`dsp.routes.ways_of`)."""
+"""Switches in legs over an axis that is longer than a node: the ways that they may go, and the messages of each.
+
+*direct*: one all-to-all. *hierarchical*: within each node first, where a rank gets all that is for its place on any
+node, then between the ranks of one place over the nodes: messages to L - 1 ranks and H - 1 others instead of L H - 1,
+as many bytes between nodes, and more within. *rounds*: to one rank after the other, so that no link is contended for.
+N ranks are H nodes of L neighbours.
+
+The legs are messages between ranks of the axis' own process group. So there are no groups to make, in an order that all
+ranks would have to keep; and for NCCL they are what it makes an all-to-all of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsp.collectives import EXACT
-from dsp.exchange import Dealt, InUnits, like, ranks
+from dsp.exchange import IN_LEGS, Dealt, InUnits, like, ranks
+from dsp.messages import messages
 from dsp.private import _resolve_process_group, arrives_by
-from dsp.routes import DIRECT, Legs, ways_of
+from dsp.text import human, number_of
+
+DIRECT, HIERARCHICAL, ROUNDS = "direct", "hierarchical", "rounds"
+WITHIN, BETWEEN = "switch_within", "switch_between"  # under which the legs are counted
+
+
+class Ways(NamedTuple):
+    """The ways of switches over an axis of `size` ranks, nodes of `node`: 0 where nobody knows, or it lies within one.
+
+    steps: (bytes a rank up to which a way is taken, way), the last for all beyond; reason: why they are direct though
+    another way was asked for.
+    """
+
+    size: int
+    node: int = 0
+    steps: tuple[tuple[float, str], ...] = ((inf, DIRECT),)
+    reason: str = ""
+
+    @property
+    def nodes(self) -> int:
+        return self.size // self.node if self.node else 1
+
+    def mates(self, rank: int) -> range:
+        """The ranks that share a rank's node, itself among them."""
+        return range(rank - rank % self.node, rank - rank % self.node + self.node)
+
+    def way(self, nbytes: int) -> str:
+        """The way of one switch, of so many bytes on all ranks together."""
+        held = nbytes / self.size
+        return next(way for until, way in self.steps if held <= until)
+
+    def on(self, group: str) -> str:
+        """The name of a process group with these ways of its switches, for the ops: see `ways_of`."""
+        if all(way == DIRECT for _, way in self.steps):
+            return group
+        return "|".join([group, str(self.size), str(self.node), *(f"{until!r}:{way}" for until, way in self.steps)])
+
+    def legs(self, way: str, to_each: Callable[[int], Sequence[int]], rank: int) -> dict[str, tuple[int, int]]:
+        """The bytes that a rank sends within and between nodes, and in how many calls, where any rank sends `to_each`;
+        nothing of a link that there is not. A direct switch is one call, between nodes.
+        """
+        node, place, own, mates = self.node, rank % self.node, to_each(rank), self.mates(rank)
+        calls = {DIRECT: (0, 1), HIERARCHICAL: (1, 1), ROUNDS: (node - 1, self.size - node)}[way]
+        if way == HIERARCHICAL:
+            within = sum(own) - sum(own[place::node])
+            passed = [to_each(mate)[place::node] for mate in mates]
+            between = sum(map(sum, passed)) - sum(sizes[rank // node] for sizes in passed)
+        else:
+            within = sum(own[mates.start : mates.stop]) - own[rank]
+            between = sum(own) - own[rank] - within
+        there = {WITHIN: (within, calls[0])} if node > 1 else {}
+        return there | ({BETWEEN: (between, calls[1])} if self.nodes > 1 else {})
+
+    def __str__(self) -> str:
+        texts = [f"{way} up to {human(int(until))} a rank" for until, way in self.steps[:-1]]
+        return f"switches over {number_of(self.nodes, 'node')} of {self.node}: {', '.join([*texts, self.steps[-1][1]])}"
+
+
+STRAIGHT = Ways(1)
+
+
+@lru_cache(maxsize=4096)
+def ways_of(group: str) -> tuple[str, Ways | None]:
+    """The process group that an op was given the name of, and the ways that stand behind it, if any."""
+    name, *told = group.split("|")
+    if not told:
+        return name, None
+    steps = [step.split(":") for step in told[2:]]
+    return name, Ways(int(told[0]), int(told[1]), tuple((float(until), way) for until, way in steps))
+
+
+ToEach = Callable[[int], Sequence[int]]  # the numbers that a rank sends to each rank
+
+
+class Legs:
+    """A switch under way in several legs, each of which begins when the one before it has come.
+
+    send, out: flat tensors, of what goes to each rank and of `comes` that come from each.
+    """
+
+    def __init__(
+        self, way: str, send: Tensor, out: Tensor, comes: Sequence[int], to_each: ToEach, group: Any, node: int
+    ) -> None:
+        self.out = out
+        leg = hierarchical if way == HIERARCHICAL else in_rounds
+        self.left: int = 2 if way == HIERARCHICAL else group.size() - 1
+        self.legs = leg(send, out, comes, to_each, group, node)
+        self.works = next(self.legs)
+
+    def wait(self) -> None:
+        """Wait for the leg under way."""
+        for work in self.works:
+            work.wait()
+
+    def go_on(self) -> None:
+        """Begin the next leg, if there is one."""
+        if self.left > 1:
+            self.wait()
+            self.left, self.works = self.left - 1, next(self.legs)
+
+    def last(self) -> list[Any]:
+        """The works of the last leg, which has begun."""
+        while self.left > 1:
+            self.go_on()
+        return self.works
+
+    def finish(self) -> Tensor:
+        """Wait for all, and return what has come."""
+        self.last()
+        self.wait()
+        return self.out
+
+
+def hierarchical(
+    send: Tensor, out: Tensor, comes: Sequence[int], to_each: ToEach, group: Any, node: int
+) -> Iterator[list[Any]]:
+    """The two legs: to the ranks of this node all that is for their place on any node, and on to the nodes."""
+    n, rank = group.size(), group.rank()
+    own, place = divmod(rank, node)
+    mates = range(own * node, own * node + node)
+    sizes = [to_each(mate) for mate in mates]
+    passed = [[*each[place::node]] for each in sizes]  # by each mate, for this place on each node
+    blocks = send.split([*sizes[place]])
+    others = [i for i in range(node) if i != place]
+    near = [(mates[i], torch.cat(blocks[i::node])) for i in others]
+    came = [send.new_empty(0 if i == place else sum(each)) for i, each in enumerate(passed)]
+    yield messages(near, [(mates[i], came[i]) for i in others], group)
+    by_mate = [blocks[place::node] if i == place else came[i].split(each) for i, each in enumerate(passed)]
+    for_node = [*zip(*by_mate)]
+    rooms = out.split([sum(comes[first : first + node]) for first in range(0, n, node)])
+    torch.cat(for_node[own], out=rooms[own])
+    far = [(k * node + place, k) for k in range(n // node) if k != own]
+    yield messages([(r, torch.cat(for_node[k])) for r, k in far], [(r, rooms[k]) for r, k in far], group)
+
+
+def in_rounds(
+    send: Tensor, out: Tensor, comes: Sequence[int], to_each: ToEach, group: Any, node: int
+) -> Iterator[list[Any]]:
+    """The rounds, in each of which a rank sends to one other and receives of one: first within its node."""
+    n, rank = group.size(), group.rank()
+    own, place = divmod(rank, node)
+    goes, rooms = send.split([*to_each(rank)]), out.split([*comes])
+    rooms[rank].copy_(goes[rank])
+    for far, near in product(range(n // node), range(node)):
+        if far or near:
+            to, of = ((own + d * far) * node % n + (place + d * near) % node for d in (1, -1))
+            yield messages([(to, goes[to])], [(of, rooms[of])], group)
 
 
 def mates(group: str) -> range:
@@ -88,7 +246,9 @@ def later(flat: Tensor, comes: list[int], width: int, group: str, dealing: Dealt
 
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
+EXACT = torch.Tag.needs_exact_strides  # see `dsp.collectives`
 _lib.define("in_legs(Tensor x, int total, int[] comes, int[] rows, str group) -> Tensor", tags=EXACT)
 for _device in ("CPU", "CUDA"):  # a part of another op: not noted by itself
     _lib.impl("in_legs", begun_later, _device)
 torch.library.register_fake("dsp::in_legs", lambda x, total, comes, rows, group: like(x, [sum(comes)]), lib=_lib)
+IN_LEGS.update(launched=launched, later=later)

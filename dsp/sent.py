@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dsp.collectives import added_in
 from dsp.exchange import Dealt, InUnits, by_value, joint_plan, ranks, switch_plan
-from dsp.legs import Listed
+from dsp.legs import DIRECT, Listed, ways_of
 from dsp.planner import chunk_sizes
-from dsp.routes import DIRECT, ways_of
 from dsp.wire import SAME, format_of
 
 

@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 
 SAME, AUTO = "same", "auto"
 STOCHASTIC = "-stochastic"  # behind the name of a format: so are gradients rounded
-FORMATS: dict[str, Format] = {}  # other than that, which `dsp.formats` puts here when the first is asked for
 
 
 def formats() -> dict[str, Format]:
-    """The formats in fewer bits, by their names."""
-    import_module("dsp.formats")
-    return FORMATS
+    """The formats in fewer bits, by their names; they are loaded when the first is asked for."""
+    return import_module("dsp.formats").FORMATS
 
 
 @lru_cache
@@ -30,7 +28,7 @@ def format_for(wire: str, real: bool, itemsize: int) -> Format | None:
     name = wire.removesuffix(STOCHASTIC)
     if name == SAME or not real or itemsize <= formats()[name].dtype.itemsize:
         return None
-    return replace(FORMATS[name], stochastic=wire != name)
+    return replace(formats()[name], stochastic=wire != name)
 
 
 def format_of(wire: str, dtype: torch.dtype) -> Format | None:

@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault(
         "a plan forgets what a rank passes on for its neighbours",
-        "dsp/routes.py",
+        "dsp/legs.py",
         "within = sum(own) - sum(own[place::node])",
         "within = sum(own[mates.start : mates.stop]) - own[rank]",
         "dsp/test_routes::test_bytes_by_hand",
@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         "gradients are rounded to the nearest",
         "dsp/wire.py",
-        "return replace(FORMATS[name], stochastic=wire != name)",
-        "return FORMATS[name]",
+        "return replace(formats()[name], stochastic=wire != name)",
+        "return formats()[name]",
         "dsp/test_wire::test_gradients_are_rounded_without_bias",
     ),
     Fault(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Placement
 from dsp.hardware import Hardware
 from dsp.known import stages_for
 from dsp.layout import cuts_of
+from dsp.legs import STRAIGHT
 from dsp.notation import StagePattern
 from dsp.overlap import overlap_of
 from dsp.plan.advice import remedy
@@ -25,7 +26,7 @@ from dsp.plan.reads import traced
 from dsp.plan.solve import Goal, solved, travelling
 from dsp.plan.table import Plan
 from dsp.plan.traffic import PlannedTraffic, of_links
-from dsp.routes import STRAIGHT, Route
+from dsp.routes import Route
 from dsp.stages import Stage, declared
 from dsp.wire import SAME, Wire, permitted
 

@@ -19,8 +19,8 @@ from dsp.wire import AS_IT_IS, Wire, format_for
 
 if TYPE_CHECKING:
     from dsp.hardware import Hardware
+    from dsp.legs import Ways
     from dsp.overlap import Overlap
-    from dsp.routes import Ways
 
 
 @dataclass(frozen=True)

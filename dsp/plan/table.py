@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dsp.hardware import Estimate, Exchange, Hardware, clock
 from dsp.layout import Cut
+from dsp.legs import BETWEEN, DIRECT, STRAIGHT, WITHIN, Ways
 from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
 from dsp.plan.hidden import Overlapped
@@ -18,7 +19,6 @@ from dsp.plan.picture import ribbon
 from dsp.plan.record import Record
 from dsp.plan.script import Script, Where
 from dsp.planner import MOVES, Layout, Problem, Value
-from dsp.routes import BETWEEN, DIRECT, STRAIGHT, WITHIN, Ways
 from dsp.text import generic, human, number_of
 from dsp.wire import AS_IT_IS, Wire
 

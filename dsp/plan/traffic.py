@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
+from dsp.legs import DIRECT, STRAIGHT
 from dsp.methods import Sent
 from dsp.plan.overlap import Overlaps
 from dsp.plan.program import Program
@@ -12,7 +13,6 @@ from dsp.plan.script import INPUTS, Where
 from dsp.plan.solve import Decision, Goal, Solved
 from dsp.plan.table import Sending
 from dsp.planner import MOVES, Layout, Move, dealt, fuses
-from dsp.routes import DIRECT, STRAIGHT
 
 Each = dict[str, tuple[list[int], int]]  # by kind: bytes of every rank, and calls
 

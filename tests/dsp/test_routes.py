@@ -20,9 +20,10 @@ import dsp
 from dsp import messages, routes
 from dsp.exchange import SwitchPlan
 from dsp.layout import Axis, Cut
+from dsp.legs import BETWEEN, WITHIN, Ways, ways_of
 from dsp.moves import Part, switch_all
 from dsp.pending import ahead
-from dsp.routes import BETWEEN, WITHIN, Ways, quickest, seconds, shared_by_nodes, ways_of
+from dsp.routes import quickest, seconds, shared_by_nodes
 from dsp.wire import Wire
 from tests.support.beside import averaged, exact
 from tests.support.loopback import TOLERANCE, measured

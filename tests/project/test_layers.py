@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Container
 from pathlib import Path
 
 from tests.support.paths import ROOT
 
 HOME = ROOT / "dsp"
 LAYERS = """
-text private launch lines world notation planner messages wire hardware routes overlap
-tensors compile_off observers exchange formats collectives legs chunked pending sent rows deal count gradients
+text private launch lines world notation planner messages formats wire hardware overlap
+tensors compile_off observers exchange legs routes packed collectives chunked pending sent rows deal count gradients
 layout sharded moves ops randomness methods signature stages known slices calls traits between
 rules plan run check discovery embedded cluster_check
 """.split()
@@ -58,6 +59,26 @@ def imports_from_before(file: Path) -> None:
                 assert place(parts if is_file else parts[:-1]) < own, f"{file.name} imports {node.module}"
             if node.module != "dsp.private":  # which is there to name what is torch's own
                 assert not [name for name in names if name.startswith("_")], f"private names of {node.module}: {names}"
+
+
+def test_files_import_in_no_circle_even_when_used_or_for_types_alone() -> None:
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    needs = {name: imported(file, modules) - {name, "dsp"} for name, file in modules.items() if name != "dsp"}
+    while done := {name for name, left in needs.items() if not left & needs.keys()}:
+        needs = {name: left for name, left in needs.items() if name not in done}
+    assert not needs, {name: left & needs.keys() for name, left in needs.items()}
+
+
+def imported(file: Path, modules: Container[str]) -> set[str]:
+    """The modules of dsp that a file imports anywhere: at its top, for types, or in a function."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "dsp":
+            names = [f"{node.module}.{a.name}" for a in node.names]
+            found |= {name if name in modules else str(node.module) for name in names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
+            found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+    return found
 
 
 def test_no_class_name_is_used_twice() -> None:
