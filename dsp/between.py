@@ -1,7 +1,7 @@
-"""The one mode that sees the operations between stages: runs, plans and `discover` follow a forward by it.
+"""The mode that sees the operations between stages; runs, plans and `discover` use subclasses of it.
 
-A torch function is classified here, once: does it read numbers at all, is it refused, is it written out in others, and
-which argument gives its type alone. What is left is one operation, and a subclass says what becomes of it.
+It classifies each torch function: whether it reads elements at all, is refused, is written out in other functions, or
+takes an argument for its type alone. The rest are operations, which a subclass handles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsp.traits import UNRUNNABLE, Traits, traits
 
 
 class Between(TorchFunctionMode):
-    """Hands every operation between stages to `operation`, described; `asleep` inside a stage."""
+    """Hands every operation between stages, with its traits, to `operation`. Inside a stage it is `asleep`."""
 
     asleep = False
 
@@ -41,11 +41,11 @@ class Between(TorchFunctionMode):
         return self.operation(func, what, args, kwargs, types)
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
-        """The result of one operation; `types` are those that torch names of its arguments."""
+        """The result of one operation; `types` as `__torch_function__` has them."""
         raise NotImplementedError
 
     def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
-        """The result of a function that reads no numbers."""
+        """The result of a function that reads no elements."""
         return func(*args, **kwargs)
 
     def in_stage(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -53,23 +53,23 @@ class Between(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result under a transform of torch.func, of whole tensors, as `create_block_mask` works with."""
+        """The result under a transform of torch.func, where tensors are whole, as in `create_block_mask`."""
         return func(*args, **kwargs)
 
     def sharded(self, t: Tensor) -> bool:
-        """Tell whether a tensor is sharded, or may be by a plan."""
+        """Tell whether a tensor is sharded, or may be in a plan."""
         return False
 
     def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
-        """Raise GlueError for a sharded tensor in a function that no rule and no gather can make right."""
+        """Raise GlueError if a function that neither a rule nor a gather can make right gets a sharded tensor."""
         if any(map(self.sharded, suspects(what, args, kwargs))):
             raise unrunnable(what)
 
 
 def suspects(what: Traits, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors among a function's arguments that may not be sharded where it is one of `UNRUNNABLE` or transformed.
+    """The tensor arguments that may not be sharded, of a function in `UNRUNNABLE` or under a transform of torch.func.
 
-    Within a transform of torch.func a tensor hides another, and its shape.
+    Under a transform a tensor wraps another one, of another shape.
     """
     for t in tensor_args(args, kwargs):
         hidden = is_functorch_wrapped_tensor(t)
@@ -89,7 +89,7 @@ def unrunnable(what: Traits) -> GlueError:
 
 
 def without_data_of(args: Any, at: int) -> Any:
-    """The arguments, with an empty tensor in the place of one that gives its type and device alone."""
+    """The arguments with an empty tensor in place of the one whose type and device alone are read."""
     if len(args) <= at or not isinstance(args[at], Tensor):
         return args
     return *args[:at], torch.empty(0, dtype=args[at].dtype, device=args[at].device), *args[at + 1 :]

@@ -15,8 +15,8 @@ from dsp.lines import lines_of
 class GlueError(RuntimeError):
     """An operation between stages that cannot run on a sharded tensor without communication or wrong numbers.
 
-    Its text ends with the line of the user's code that the error came through last, or is about: `line`; `reason`: of
-    a rule, by itself.
+    Its text ends with a line of the user's code: `line`, or else the innermost one that the error came through.
+    reason: the explanation of a rule, without the rest of the text.
     """
 
     line = reason = ""
@@ -29,7 +29,7 @@ class GlueError(RuntimeError):
 
 @dataclass(eq=False)
 class Operand:
-    """A tensor argument: global shape, and where it is cut (None: whole on every rank)."""
+    """A tensor argument: its global shape and its cut (None: replicated)."""
 
     shape: tuple[int, ...]
     cut: Cut | None = None

@@ -1,12 +1,12 @@
 """The collectives DSP needs, as custom ops on plain local tensors: switch, gather, reduce_scatter, all_reduce.
 
-Each is one collective with the exact uneven sizes: no padding, no size exchange, no all-gather in disguise,
-on every backend. Being custom ops they have fake kernels (torch.compile), autograd formulas (each one's adjoint is
-another), and names that selective checkpointing and profilers can see.
+Each is one collective with the exact uneven sizes: no padding, no exchange of sizes, no all-gather in disguise, on
+every backend. As custom ops they have fake kernels (for torch.compile), autograd formulas (the adjoint of each is
+another of them), and names that selective checkpointing and profilers see.
 
-All sizes follow `torch.chunk`, but in `switch_among`, which is told the part of each of some ranks. `group` is the name
-of a process group, of a switch with the ways that it may go there (`dsp.legs`). `wire` names the format in which a
-switch travels, and `back` that of its adjoint (`dsp.wire`).
+Sizes follow `torch.chunk`, except in `switch_among`, which gets the part of each of some ranks. `group` is the name of
+a process group, for a switch with the ways that it may go (`dsp.legs`). `wire` names the format in which a switch
+travels, and `back` that of its adjoint (`dsp.wire`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dsp.observers import notify, run_observed, save_observer
 from dsp.planner import chunk_sizes
 from dsp.wire import SAME, format_of
 
-# what an op makes lies in memory as what it was given: a compiler may not choose for it
+# results have the memory order of the arguments, which a compiler may not change
 EXACT = torch.Tag.needs_exact_strides
 _lib = torch.library.Library("dsp", "DEF")
 for _op in (
@@ -60,13 +60,13 @@ for _op in (
 
 
 def inexact(x: Tensor) -> bool:
-    """Tell whether a tensor holds real or complex numbers, which may have a gradient."""
+    """Tell whether a tensor is floating-point or complex, and so may have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
 @cache
 def added_in(dtype: torch.dtype) -> torch.dtype:
-    """The type in which an all-reduce adds: its own, but for those that no backend adds up."""
+    """The dtype in which an all-reduce adds: the tensor's own, unless no backend can add in it."""
     if dtype in CARRIED or (dtype.is_complex and dtype.itemsize > 4):  # complex: two real numbers
         return dtype
     if dtype.is_complex:
@@ -78,7 +78,7 @@ def added_in(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums of each rank's own are added up: fp32 at least."""
+    """The dtype in which the sums of ranks are added up: at least fp32."""
     if dtype == torch.bool:
         return torch.uint8
     return added_in(torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype)
@@ -106,7 +106,7 @@ def _switch_many(
 ) -> list[Tensor]:  # fmt: skip
     if any(format_of(wire, x.dtype) for x in xs):
         return import_module("dsp.packed").switch_packed(xs, src, dst, src_size, group, of, wire)
-    if len({x.dtype for x in xs}) > 1:  # as bytes, which are a dim of their own
+    if len({x.dtype for x in xs}) > 1:  # as bytes, in a dim of their own
         raw = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
         return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]
     plan = joint_plan(xs, src, dst, src_size, group)
@@ -117,7 +117,7 @@ def _switch_each(
     xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, src_pieces: Sequence[int],
     dst_pieces: Sequence[int], wire: str = SAME, back: str = SAME,
 ) -> list[Tensor]:  # fmt: skip
-    # all under way at once: links have something to send while a rank waits for a slower one
+    # all at once: links have something to send while a rank waits for a slower one
     plans = [switch_plan(x, *w, group, src_pieces, dst_pieces) for x, w in zip(xs, zip(src, dst, src_size))]
     under_way = [
         launched(p.pack(x), p.out_splits, p.in_splits, group, format_of(wire, x.dtype), p) for p, x in zip(plans, xs)
@@ -137,18 +137,18 @@ def _gather(x: Tensor, dim: int, size: int, group: str, pieces: Sequence[int] = 
         send = lead.reshape(-1).repeat(n)
         out = exchanged(send, [p * rest for p in parts], [parts[rank] * rest] * n, group)
     whole = out.view(size, *lead.shape[1:])
-    if pieces:  # they came rank by rank
+    if pieces:  # the pieces came rank by rank
         came = whole.split([own for each in zip(*(chunk_sizes(piece, n) for piece in pieces)) for own in each])
         whole = torch.cat([came[i] for k in range(len(pieces)) for i in range(k, len(came), len(pieces))])
     return dense(whole.movedim(0, dim), order_of(x))
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: str, pieces: Sequence[int] = ()) -> Tensor:
-    # one exchange and a local sum: the bytes of a reduce-scatter, uneven sizes, and a sum in fp32 for half precision
+    # one exchange and a local sum: the bytes of a reduce-scatter, with uneven sizes and fp32 sums of half precision
     n, rank = ranks(group)
     parts = chunk_sizes(tuple(pieces) or x.shape[dim], n)
     lead = x.movedim(dim, 0).contiguous()
-    if pieces:  # they go rank by rank
+    if pieces:  # the pieces go rank by rank
         own = lead.split([own for piece in pieces for own in chunk_sizes(piece, n)])
         lead = torch.cat([own[i] for k in range(n) for i in range(k, len(own), n)])
     rest = math.prod(lead.shape[1:])
@@ -193,7 +193,7 @@ for _name, _kernel in [
 
 
 def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:
-    """Register the fake kernel of an op: its result for a tensor without data has this shape."""
+    """Register the fake kernel of an op, whose result has this shape."""
     torch.library.register_fake(f"dsp::{name}", lambda x, *where: like(x, shape(x.shape, *where)), lib=_lib)
 
 
@@ -247,7 +247,7 @@ def _keep(names: str) -> Any:
 
 
 def _adjoint(name: str, given: str, send: Callable[[Any, Tensor], Tensor]) -> None:
-    """The backward of an op on one tensor, by its other arguments, which are `given`."""
+    """Register the backward of an op on one tensor; `given` names its other arguments."""
 
     def backward(ctx: Any, g: Tensor) -> Any:
         return send(ctx, g), *[None] * len(given.split())
@@ -266,15 +266,15 @@ def _switch_among_back(ctx: Any, g: Tensor) -> Tensor:
 
 
 def keep_many(ctx: Any, xs: list[Tensor]) -> None:
-    """In the forward of an op on several tensors: which of them ask for a gradient."""
+    """Note, in the forward of an op on several tensors, which of them need a gradient."""
     save_observer(ctx)
     ctx.set_materialize_grads(False)
     ctx.asks = [i for i, x in enumerate(xs) if x.requires_grad]
 
 
 def back_many(ctx: Any, grads: list[Tensor | None], send: Callable[[list[int]], list[Tensor]]) -> list[Tensor | None]:
-    """In its backward: `send` takes the numbers of those that ask. What nobody used has no gradient, and all ranks
-    agree on that."""
+    """The gradients in the backward of an op on several tensors. `send` gets the indices of those that have one: a
+    result that no rank used has none."""
     asks = [i for i in ctx.asks if grads[i] is not None]
     found = dict(zip(asks, send(asks))) if asks else {}
     return [found.get(i) for i in range(len(grads))]
@@ -293,7 +293,7 @@ def _switches_back(op: Any, other: Callable[[Any, list[int]], Sequence[Any]], re
             formats = ctx.back, ctx.wire
             return run_observed(ctx, op, [grads[i] for i in asks], *where, ctx.group, *other(ctx, asks), *formats)
 
-        # an empty list might be one of tensors, says torch; and arguments at the end that have their defaults are none
+        # torch takes an empty list for one of tensors, and does not count trailing arguments with default values
         rest = [*ctx.other, ctx.wire, ctx.back]
         while len(rest) > required and rest[-1] in ([], SAME):
             rest.pop()

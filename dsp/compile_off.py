@@ -1,4 +1,4 @@
-"""torch.compile put aside: compiled code runs operation by operation where dsp follows it, and compiled in stages."""
+"""torch.compile switched off between stages, where dsp has to see each operation; inside stages code stays compiled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dsp.private import compiler_loaded
 
 
 class CompileOff:
-    """Switches torch.compile off while it is entered: between stages glue has to see each operation.
+    """A context in which torch.compile is off. It may be entered several times, as modes of torch may.
 
-    Nothing is done where no compiler was loaded. It may be entered again within, as modes of torch are.
+    It does nothing if no compiler was loaded.
     """
 
     def __init__(self) -> None:

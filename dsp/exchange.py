@@ -1,7 +1,7 @@
-"""One exchange with exact sizes, and what a switch puts into it: pack, exchange, unpack, on one rank.
+"""A switch on one rank: pack what each rank gets, exchange with exact sizes, unpack.
 
-All sizes follow `torch.chunk`, or are told by part. `group` is the name of a process group, with the ways that a switch
-may go on it (`dsp.legs.ways_of`).
+Sizes follow `torch.chunk`, or are given part by part. `group` is the name of a process group, behind which the ways of
+its switches over several nodes may stand (`dsp.legs.ways_of`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def name_of(group: str) -> str:
-    """The process group that an op was given the name of, without the ways behind it."""
+    """The name of the process group alone, without the ways behind it."""
     return group.partition("|")[0]
 
 
@@ -38,26 +38,26 @@ def ranks(group: str) -> tuple[int, int]:
     return pg.size(), pg.rank()
 
 
-# what every backend carries; other dtypes (bool, complex, eight bits) travel as bytes
+# the dtypes that every backend can send; others (bool, complex, float8) travel as bytes
 CARRIED = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
 })  # fmt: skip
 
 
 def as_sent(x: Tensor) -> tuple[Tensor, int]:
-    """A dense tensor as a backend takes it, and how many of its numbers make one of x."""
+    """A dense tensor in a dtype that a backend can send, and how many of its elements make one element of x."""
     if x.dtype in CARRIED:
         return x.resolve_neg(), 1
     return x.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8), x.element_size()
 
 
 def order_of(x: Tensor) -> tuple[int, ...] | None:
-    """Its dims from the outermost in memory to the innermost; None where that is the order that they are in."""
+    """The dims of a tensor from the outermost in memory to the innermost; None if that is their own order."""
     stride, dims = list(x.stride()), range(x.ndim)
     if x.is_contiguous():
         return None
     for d in reversed(dims):
-        if x.shape[d] == 1 and stride[d] == 0:  # as attention gives them: it lies anywhere, so where it is
+        if x.shape[d] == 1 and stride[d] == 0:  # strides as attention returns them: the dim may stand anywhere
             stride[d] = stride[d + 1] * x.shape[d + 1] if d + 1 < x.ndim else 1
     if 0 in stride:
         return None
@@ -71,15 +71,15 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """The same numbers next to each other in this order of its dims: what a part becomes lies as on one device, where
-    a later view of it is a view."""
+    """The tensor, dense in memory with its dims in this order: a view that one device can take of the result is then a
+    view here too."""
     if order is None:
         return x.contiguous()
     return x.permute(order).contiguous().permute(inverse(order))
 
 
 def empty(x: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
-    """A new tensor of this shape and the type of x, with its dims in memory in this order."""
+    """A new tensor of this shape, in the dtype of x, with its dims in memory in this order."""
     return x.new_empty(shape) if order is None else x.new_empty([shape[d] for d in order]).permute(inverse(order))
 
 
@@ -89,10 +89,10 @@ def like(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def alone(out: Tensor) -> Tensor:
-    """A view made inside an op may not be written in place outside: its storage, as a tensor of its own.
+    """A result of an op, not as a view: a view made inside an op may not be written in place outside.
 
-    Dims of size 1 get the strides that they have in any other contiguous tensor: by some that are as true, torch's own
-    kernels go wrong (backward of a batch norm).
+    Dims of size 1 get the strides of a new contiguous tensor: with other valid ones some of torch's kernels are wrong
+    (the backward of batch norm).
     """
     if not is_view(out):
         return out
@@ -101,7 +101,7 @@ def alone(out: Tensor) -> Tensor:
 
 
 class Dealt(Protocol):
-    """The numbers that ranks send to each other: `total` of all ranks, and by one of them to each."""
+    """The counts of elements that ranks send each other: in `total`, and from one rank to each."""
 
     @property
     def total(self) -> int: ...
@@ -109,7 +109,7 @@ class Dealt(Protocol):
 
 
 class InUnits(NamedTuple):
-    """The same in other units, such as bytes, of several dealings, each with how many units so many numbers are."""
+    """The counts of several exchanges in one, in units such as bytes; each has a function from elements to units."""
 
     parts: Sequence[tuple[Dealt, Callable[[int], int]]]
 
@@ -125,8 +125,8 @@ def exchanged(
     send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
     dealing: Dealt | None = None, *, later: bool = False,
 ) -> Tensor:  # fmt: skip
-    """To each rank its part of a flat tensor; if `later`, to be waited for, and unpacked of `form`. It goes directly,
-    unless `dealing` says what all ranks send and the group has other ways."""
+    """Send each rank its part of a flat tensor, and return what arrives. If `later`, the result must be waited for, and
+    is still packed in `form`. An exchange in legs needs `dealing`, which says what all ranks send."""
     if not later:  # half the host time
         return launched(send, out_splits, in_splits, group, form, dealing)()
     if form is not None:
@@ -143,14 +143,14 @@ def exchanged(
 def packed(
     form: Format, send: Tensor, out_splits: list[int], in_splits: list[int], group: str
 ) -> tuple[Tensor, list[int], list[int]]:
-    """The bytes of a flat tensor in some format, and how many come and go."""
+    """A flat tensor packed in a format, and the bytes that come from and go to each rank."""
     seed = (torch.initial_seed() + (ranks(group)[1] << 32)) % 2**62
     return form.pack(send, in_splits, seed), [*map(form.nbytes, out_splits)], [*map(form.nbytes, in_splits)]
 
 
 @dataclass(frozen=True)
 class Unpacked:
-    """An exchange under way, and what becomes of what comes: called, it returns that."""
+    """An exchange under way, and a function that unpacks the received tensor; a call returns the unpacked one."""
 
     raw: Callable[[], Tensor]
     unpack: Callable[[Tensor], Tensor]
@@ -163,7 +163,7 @@ class Unpacked:
 
 
 def go_on(under_way: Sequence[Callable[[], Tensor]]) -> None:
-    """Begin the next leg of each exchange that has one."""
+    """Begin the next leg of each exchange that has another one."""
     for one in under_way:
         if (next_leg := getattr(one, "go_on", None)) is not None:
             next_leg()
@@ -173,7 +173,7 @@ def launched(
     send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
     dealing: Dealt | None = None,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """The same under way: a function that waits for what arrives. To be called once, in the kernel that launched it."""
+    """Launch `exchanged`; the returned function waits for the result. Call it once, in the kernel that launched it."""
     if form is not None:
         sent = packed(form, send, out_splits, in_splits, group)
         raw = launched(*sent, group, None, dealing and InUnits([(dealing, form.nbytes)]))
@@ -200,11 +200,11 @@ def wait(x: Tensor) -> Tensor:
 class SwitchPlan:
     """Sizes and block order of one switch on one rank: pack, exchange, unpack.
 
-    A block is what one rank sends to one other: its own part of `src`, the other's part of `dst`, all of the rest.
-    When `dst` is outermost the blocks already lie in order and sending copies nothing; otherwise blocks are packed with
-    `src` leading, so that the received ones join without a copy. With batch 1 a switch costs one copy either way. The
-    order is a function of global sizes alone: strides may differ from rank to rank. What is unpacked has its dims in
-    memory in the order `kept`, see `order_of`. Of a dim that is joined of pieces a part is a part of each of them.
+    A block is what one rank sends to another: its own part of `src`, the other's part of `dst`, all of the rest. If
+    `dst` is the outermost dim, the blocks already lie in order, and sending copies nothing. Otherwise blocks are packed
+    with `src` first, so that received blocks join without a copy. With batch 1 a switch costs one copy either way. The
+    order depends on global sizes alone, since strides may differ from rank to rank. The result has its dims in memory
+    in the order `kept` (see `order_of`). A part of a joined dim is a part of each of its pieces.
     """
 
     def __init__(
@@ -212,8 +212,8 @@ class SwitchPlan:
         kept: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.src, self.dst, self.dst_parts, self.kept = shape, src, dst, list(dst_parts), kept
-        self.came: list[tuple[int, ...]] = []  # of each piece of src what each rank has, if it is joined
-        self.gone: list[tuple[int, ...]] = []  # likewise of dst
+        self.came: list[tuple[int, ...]] = []  # for each piece of src, the part of each rank, if src is joined
+        self.gone: list[tuple[int, ...]] = []  # the same of dst
         n, src_size = len(src_parts), sum(src_parts)
         own_src, own_dst = src_parts[rank], dst_parts[rank]
         if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
@@ -232,7 +232,7 @@ class SwitchPlan:
         self.dst_leads = all(s == 1 for s in out(src_size)[:dst])
         self.received = [out(s) for s in src_parts]
         self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
-        self.shapes = self.received if self.dst_leads else [[s, *self.joined[1:]] for s in src_parts]  # as they come
+        self.shapes = self.received if self.dst_leads else [[s, *self.joined[1:]] for s in src_parts]  # as received
         # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
         self.even = len(set(self.dst_parts)) == 1
         self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
@@ -240,22 +240,22 @@ class SwitchPlan:
         self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
 
     def to_each(self, rank: int) -> list[int]:
-        """The numbers that a rank sends to each, of `total` that there are."""
+        """The number of elements that a rank sends to each; those of all ranks are `total`."""
         return [self.rows[rank] * part for part in self.dst_parts]
 
     def blocks(self, x: Tensor) -> Any:
-        """Views of what goes to each rank, in the order in which it is sent; equal ones in one tensor, ranks first."""
+        """Views of the blocks for each rank, in the order of sending; equal blocks in one tensor, ranks first."""
         if self.even:
             return x.view(self.counted).permute(self.order)
         return self.leading(x).split(self.dst_parts, self.block_dim)
 
     def leading(self, x: Tensor) -> Tensor:
-        """A tensor with its dims in the order in which a block has them."""
+        """A view of a tensor with its dims in the order of a block."""
         return x if self.dst_leads else x.movedim(self.src, 0)
 
     @property
     def block_dim(self) -> int:
-        """The place of `dst` in that order."""
+        """The place of `dst` in the order of a block."""
         return self.dst if self.dst_leads else self.dst + (self.dst < self.src)
 
     def pack(self, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class SwitchPlan:
             return self.pack_pieces(x)
         blocks = x if self.dst_leads else self.blocks(x)
         if isinstance(blocks, Tensor):
-            return blocks.reshape(-1).contiguous()  # a flat view may still have a stride
+            return blocks.reshape(-1).contiguous()  # the flat view may have a stride
         send = x.new_empty(x.numel())
         place(send.split(self.in_splits), blocks)
         return send
@@ -280,7 +280,7 @@ class SwitchPlan:
         return exchanged(send, self.out_splits, self.in_splits, group, form, self, later=later)
 
     def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
-        """The same among some ranks of a group: nothing goes to the others, who do as much among themselves."""
+        """The exchange among some ranks of a group; the other ranks exchange among themselves in the same call."""
         n, _ = ranks(group)
         if any(a >= b for a, b in pairwise(among)):
             raise ValueError(f"expected ranks in ascending order, as their blocks arrive, got {list(among)}")
@@ -296,7 +296,7 @@ class SwitchPlan:
         return joined.contiguous() if self.kept is None else dense(joined, self.kept)
 
     def room(self, received: Tensor) -> Tensor:
-        """For what `unpack` will make of a tensor that is still under way: that itself, if it comes as it is to lie."""
+        """The tensor into which `fill` will unpack one under way; the latter itself, if no copy will be needed."""
         if not (self.dst_leads or self.came):
             joined = received.view(self.joined).movedim(0, self.src)
             if (joined if self.kept is None else joined.permute(self.kept)).is_contiguous():
@@ -306,19 +306,19 @@ class SwitchPlan:
         return empty(received, shape, self.kept)
 
     def fill(self, room: Tensor, received: Tensor) -> None:
-        """Once it has come: what `unpack` makes of it."""
+        """Unpack a tensor that has arrived into the `room` made for it."""
         if self.dst_leads or self.came:
             self.join(received.split(self.out_splits), room)
         elif room.data_ptr() != received.data_ptr():
             room.copy_(received.view(self.joined).movedim(0, self.src))
 
     def join(self, received: Sequence[Tensor], room: Tensor | None = None, parts: list[Tensor] | None = None) -> Tensor:
-        """The same of a flat tensor from each rank, or of `parts` of the result, in one copy; into `room`, if any."""
+        """The result, joined in one copy from each rank's flat tensor, or from `parts`; into `room`, if given."""
         if parts is None:
             parts = [part.view(shape) for part, shape in zip(received, self.shapes)]
             if not self.dst_leads:
                 parts = [part.movedim(0, self.src) for part in parts]
-        if self.came:  # from each rank its part of every piece
+        if self.came:  # each rank sent its part of every piece
             own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
             parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]
         if self.kept is None:
@@ -329,12 +329,12 @@ class SwitchPlan:
 
 
 def by_value(count: int, of: Sequence[int]) -> list[list[int]]:
-    """The tensors of each value, `of` which each is one; without that each is a value of its own."""
+    """Tensors grouped by the value that they are pieces of, `of[i]`; without `of`, each tensor is a group."""
     return [list(same) for _, same in groupby(range(count), of.__getitem__ if of else None)]
 
 
 class JointPlan:
-    """Several switches in one exchange: to each rank its blocks of all tensors, one after the other."""
+    """Several switches in one exchange: each rank gets its blocks of all tensors, one after the other."""
 
     def __init__(self, plans: list[SwitchPlan]) -> None:
         self.plans = plans
@@ -363,7 +363,7 @@ class JointPlan:
 
 
 def place(rooms: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
-    """Blocks into tensors of as many numbers."""
+    """Copy blocks into tensors of as many elements."""
     for room, block in zip(rooms, blocks):
         room.view(block.shape).copy_(block)
 

@@ -1,9 +1,8 @@
 """The formats in which a switch travels in fewer bits, with a scale for each block of numbers.
 
-A rank packs what it sends, a flat tensor in the order of the exchange, into bytes: for each destination the numbers and
-behind them their scales, so that one all-to-all carries both. A block is 128 numbers that follow each other on the way
-to one destination, or those that are left at its end: the bytes depend on how many numbers there are alone, and not on
-the shape that they have.
+A rank packs the flat tensor that it sends into bytes: for each destination the elements, followed by their scales, so
+that one all-to-all carries both. A block is 128 consecutive elements for one destination, or the rest at the end. So
+the number of bytes depends on the number of elements alone, and not on their shape.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers of another type in the place of a tensor's own.
+    """A format in which each element has another dtype.
 
-    stochastic: a number is rounded up or down by chance, so that the mean is true; else to the nearest.
+    stochastic: round up or down at random, so that the mean is unbiased; else to the nearest.
     """
 
     name: str
@@ -31,24 +30,24 @@ class Format:
     stochastic: bool = False
 
     def nbytes(self, count: int) -> int:
-        """Bytes of so many numbers on the way to one rank."""
+        """Bytes of `count` elements for one destination."""
         return count * self.dtype.itemsize
 
     def pack(self, x: Tensor, splits: Sequence[int], seed: int) -> Tensor:
-        """The bytes of a flat tensor, of which so many numbers go to each rank."""
+        """The bytes of a flat tensor, of which `splits` elements go to each rank."""
         raw = x.new_empty(sum(map(self.nbytes, splits)), dtype=torch.uint8)
         for at, (numbers, room) in enumerate(self.alike(x, raw, splits)):
             self.write(numbers, room, seed + at)
         return raw
 
     def unpack(self, raw: Tensor, splits: Sequence[int], into: Tensor) -> Tensor:
-        """The numbers that came from each rank, into a flat tensor of their own type, which is returned."""
+        """Unpack the bytes from each rank into a flat tensor, and return it."""
         for numbers, room in self.alike(into, raw, splits):
             self.read(room, numbers)
         return into
 
     def alike(self, x: Tensor, raw: Tensor, splits: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Numbers and bytes of neighbouring ranks that get equally many, a rank a row."""
+        """The elements and the bytes of neighbouring ranks with equal counts, one rank a row."""
         counted = [(size, len(list(run))) for size, run in groupby(splits)]
         xs = x.split([size * times for size, times in counted])
         raws = raw.split([self.nbytes(size) * times for size, times in counted])
@@ -57,7 +56,7 @@ class Format:
                 yield numbers.view(times, size), room.view(times, self.nbytes(size))
 
     def write(self, x: Tensor, raw: Tensor, seed: int) -> None:
-        """The bytes of rows of numbers."""
+        """Write rows of elements as bytes."""
         for block, room in zip(blocks(x), blocks(raw.view(self.dtype))):
             if self.stochastic:
                 wide = block.float()
@@ -66,16 +65,16 @@ class Format:
             room.copy_(block)
 
     def read(self, raw: Tensor, into: Tensor) -> None:
-        """The rows of numbers that such bytes stand for."""
+        """Read rows of elements from bytes."""
         into.copy_(raw.view(self.dtype))
 
 
 @dataclass(frozen=True)
 class Scaled(Format):
-    """Eight bits a number, and for each block a scale in float32: the largest of the block over `top`.
+    """A format with eight bits an element, and a float32 scale for each block: its largest magnitude over `top`.
 
-    A block with a NaN or an infinity says so by the sign of its scale. Then `top` stands for an infinity, `nan` for a
-    NaN, and the largest finite number is `below`, the code before `top`.
+    The scale of a block with a NaN or an infinity is negative. There `top` stands for an infinity, `nan` for a NaN, and
+    the largest finite magnitude is `below`, the code before `top`.
     """
 
     top: float = 0.0
@@ -96,15 +95,15 @@ class Scaled(Format):
         raw[:, x.shape[1] :] = torch.cat(scales, 1).view(torch.uint8)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks in units of their scales, and the scales; `x` is not written."""
+        """Blocks divided by their scales, and the scales; `x` stays as it is."""
         largest = x.nan_to_num(0.0, 0.0, 0.0).abs_().amax(-1, keepdim=True)
         odd = x.sum(-1, keepdim=True).isfinite().logical_not_()
-        scale = (largest / torch.where(odd, self.below, self.top)).clamp_(min=TINY)  # of zeros, too
+        scale = (largest / torch.where(odd, self.below, self.top)).clamp_(min=TINY)  # also if all are zero
         return (x / scale).nan_to_num_(self.nan, self.top, -self.top), torch.where(odd, -scale, scale)
 
     def read(self, raw: Tensor, into: Tensor) -> None:
         size = into.shape[1]
-        scales = raw[:, size:].clone(memory_format=torch.contiguous_format)  # bytes begin anywhere
+        scales = raw[:, size:].clone(memory_format=torch.contiguous_format)  # the bytes may not be aligned
         scales = scales.view(torch.float32).unsqueeze(-1)
         codes, full = raw[:, :size].view(self.dtype), size // BLOCK
         for code, room, scale in zip(blocks(codes), blocks(into), (scales[:, :full], scales[:, full:])):
@@ -112,11 +111,11 @@ class Scaled(Format):
             if not self.dtype.is_floating_point:
                 numbers.masked_fill_(numbers == self.nan, float("nan"))
             finite = numbers.abs().le_(torch.where(scale < 0, self.below, float("inf")))
-            room.copy_(numbers.div_(finite).mul_(scale.abs()))  # by 0: an infinity
+            room.copy_(numbers.div_(finite).mul_(scale.abs()))  # x / 0 is an infinity
 
 
 def blocks(x: Tensor) -> list[Tensor]:
-    """Rows of numbers as blocks (rows, blocks, numbers), and likewise what is left of each."""
+    """Rows as full blocks (rows, blocks, elements), and the rest of each row in the same form."""
     size = x.shape[1]
     full = size - size % BLOCK
     left = [x[:, full:].unsqueeze(1)] if full < size else []
@@ -124,20 +123,20 @@ def blocks(x: Tensor) -> list[Tensor]:
 
 
 def dithered(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite numbers, rounded in place to such as a type has: up with a probability of what they are above."""
+    """Finite numbers, rounded in place to values of a dtype: up with the probability that keeps the mean."""
     if not dtype.is_floating_point:
         return x.add_(noise).floor_()
     of = torch.finfo(dtype)
-    step = x.view(torch.int32).bitwise_and(0xFF << 23).view(torch.float32)  # the power of two below each
+    step = x.view(torch.int32).bitwise_and(0xFF << 23).view(torch.float32)  # the power of two below each number
     step.clamp_(min=of.smallest_normal).mul_(of.eps)
     return x.div_(step).add_(noise).floor_().mul_(step)
 
 
 def noise(x: Tensor, seed: int) -> Tensor:
-    """Multiples of 2**-16 in [0, 1), for each number of blocks: the same for the same seed and numbers.
+    """Multiples of 2**-16 in [0, 1) for each element of blocks, equal for equal seeds and elements.
 
-    No generator is drawn from, and none is kept: a hash of seed, place and contents of each block, from which the block
-    goes on in steps of the golden ratio.
+    No random generator is involved: each block starts from a hash of the seed, its place and its contents, and goes on
+    in steps of the golden ratio.
     """
     mixed = x.view(torch.int32).sum(-1, keepdim=True)
     mixed += (torch.arange(mixed.numel(), device=x.device).view_as(mixed) + seed) * 0x1E3779B97F4A7C15

@@ -1,4 +1,4 @@
-"""The way of a gradient into a sharded tensor and out of it: what the gradient contract covers, and what it refuses."""
+"""The gradients of sharded tensors: those that the gradient contract covers, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Waited(torch.autograd.Function):
 
 
 def waited(x: Tensor) -> Tensor:
-    """A plain tensor, waited for, of one that a collective of torch still brings; any other as it is."""
+    """The tensor, after a wait if one of torch's collectives still computes it."""
     return Waited.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
 
 
 class Wrap(torch.autograd.Function):
-    """local tensor -> DTensor shell; the gradient that comes back is this rank's part."""
+    """From a local tensor to the DTensor around it; in backward, this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -57,9 +57,9 @@ class Wrap(torch.autograd.Function):
 
 
 class Unwrap(torch.autograd.Function):
-    """DTensor -> this rank's part, and back for its gradient.
+    """From a DTensor to this rank's part; in backward, from the part's gradient to a DTensor.
 
-    For `to_local` the strides of uneven shards are those of no whole tensor, and torch 2.11 gathers such a gradient.
+    `to_local` would give uneven shards strides that no whole tensor has, and torch 2.11 gathers such a gradient.
     """
 
     @staticmethod
@@ -76,7 +76,7 @@ class Unwrap(torch.autograd.Function):
 
 
 class GuardedWrap(Wrap):
-    """The same for a tensor handed to the caller: only gradients that came through a dsp exit may pass."""
+    """`Wrap` for a tensor that the caller gets: only gradients through `dsp.mean` or `dsp.gather` may pass."""
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -86,13 +86,13 @@ class GuardedWrap(Wrap):
 
 
 class HandedOver(Wrap):
-    """The same for a tensor whose gradient somebody else brings: that of a single process."""
+    """`Wrap` for a tensor whose gradient comes from elsewhere: the gradient of a single process."""
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         local, _ = Wrap.backward(ctx, grad)
         ExitGuard.note(local)
-        # here gradients are of the sum of N ranks' scalars, of which the objective is the mean
+        # gradients here are those of the sum over N ranks; the objective is the mean
         return local * ctx.size, None
 
 
@@ -105,10 +105,10 @@ def _refuse(reason: str) -> None:
 
 
 class ExitGuard:
-    """Which backward passes came through `dsp.mean` or `dsp.gather`.
+    """The backward passes that came through `dsp.mean` or `dsp.gather`.
 
-    The objective of a parallel run is the mean over ranks of each rank's scalar. Only these exits hand every rank's
-    gradient to the others; any other one would silently scale or lose gradients.
+    The objective of a parallel run is the mean over ranks of each rank's scalar. Only these two functions hand the
+    gradient of every rank to the others; any other loss would silently scale or lose gradients.
     """
 
     _recent: list[int] = []
@@ -125,7 +125,7 @@ class ExitGuard:
 
 
 def covered_exit(x: Tensor) -> Tensor:
-    """The same tensor, which lets backward passes that come through it reach sharded tensors."""
+    """The tensor, marked: backward passes that come through it may reach sharded tensors."""
     if x.requires_grad:
         x.register_hook(ExitGuard.note)
     return x

@@ -1,4 +1,4 @@
-"""Where a tensor is cut: chunk geometry, DTensor placements, and moving between local tensors and DTensors.
+"""Layouts: how a tensor is cut into chunks, its DTensor placement, and the way between local tensors and DTensors.
 
 A `Cut` names one sharded dim of a tensor. Chunks follow `torch.chunk`: 5 frames over 4 ranks are 2, 2, 1 and 0.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Cut(NamedTuple):
     """The sharded dim of a tensor. With `outer` > 1 the dim is a fold ``(outer rest)`` of which `rest` is sharded.
 
-    An `outer` of several lengths says that the dim is joined, of pieces so long, such as text and video: each piece is
-    sharded on its own, and what a rank holds is its parts of them, one after the other.
+    An `outer` of several lengths says that the dim is a concatenation of pieces of these lengths, such as text and
+    video. Each piece is sharded on its own, and a rank holds its parts of the pieces, one after the other.
     """
 
     dim: int
@@ -42,20 +42,20 @@ class Cut(NamedTuple):
 
     @property
     def folds(self) -> int:
-        """How many equal pieces the dim is made of, where it is not joined."""
+        """The number of equal pieces of a dim that is not joined."""
         assert isinstance(self.outer, int)
         return self.outer
 
     def pieces(self, size: int) -> tuple[int, ...]:
-        """The lengths of what is sharded each on its own, of a dim of `size`."""
+        """The lengths of the pieces, each sharded on its own, of a dim of `size`."""
         return (size // self.outer,) * self.outer if isinstance(self.outer, int) else self.outer
 
     def extent(self, size: int) -> Extent:
-        """The part of a dim of `size` that is dealt to the ranks: the inner part of a fold, or the pieces of a join."""
+        """The length that is shared out among ranks: of the inner part of a fold, or of each piece of a joined dim."""
         return size // self.outer if isinstance(self.outer, int) else self.outer
 
     def own(self, size: int, n: int, rank: int) -> int:
-        """How much of a dim of `size` a rank holds."""
+        """The length that a rank holds of a dim of `size`."""
         own = chunk_sizes(self.extent(size), n)[rank]
         return self.outer * own if isinstance(self.outer, int) else own
 
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
         return Shard(self.dim) if self.outer == 1 else _StridedShard(self.dim, split_factor=self.folds)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Tell whether a tensor of this shape can be sharded so."""
+        """Tell whether a tensor of this shape can have this cut."""
         return self.dim < len(shape) and sum(self.pieces(shape[self.dim])) == shape[self.dim]
 
 
@@ -82,7 +82,7 @@ def cut_of(placement: Placement) -> Cut | None:
 
 
 def cuts_of(placements: Mapping[str, Placement]) -> dict[str, Cut]:
-    """The cuts of those placements that shard."""
+    """The cuts of the placements that shard a dim."""
     cuts = {name: cut_of(placement) for name, placement in placements.items()}
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
@@ -95,26 +95,30 @@ def chunk(size: int, n: int, rank: int) -> tuple[int, int]:
 
 
 def fold_fits(size: int, inner: int, n: int) -> bool:
-    """Tell whether ``(outer size inner)`` can keep `size` sharded: inner parts must not straddle ranks."""
+    """Tell whether a fold ``(outer size inner)`` can be sharded along `size`: no inner part may straddle two ranks."""
     return inner == 1 or size % n == 0
 
 
 def unwritable(x: Tensor) -> bool:
-    """Tell whether autograd would refuse a later write, with gradients on, into a view of x made under no_grad."""
+    """Tell whether a view of x, made now, could not be written in place later: autograd refuses that for views made
+    under no_grad."""
     with torch._C.DisableTorchFunction():
         return not x.requires_grad
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The sequence-parallel mesh axis as one rank sees it. wire, ways: how switches travel along it."""
+    """The sequence-parallel mesh axis as one rank sees it.
+
+    wire: the formats in which switches travel; ways: their routes over several nodes (None: one all-to-all).
+    """
 
     mesh: DeviceMesh
     size: int
     rank: int
     group: str
     wire: Wire = AS_IT_IS
-    ways: Ways | None = None  # other than in one all-to-all
+    ways: Ways | None = None
     specs: dict[Any, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
     ats: dict[Any, At] = field(default_factory=dict, repr=False, compare=False)
 
@@ -125,7 +129,7 @@ class Axis:
 
     @cached_property
     def switching(self) -> str:
-        """The group by name, for a switch: with the ways that it may go."""
+        """The name of the group as a switch takes it: with the ways behind it (`dsp.legs`)."""
         return self.group if self.ways is None else self.ways.on(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
@@ -147,7 +151,7 @@ class Axis:
         return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, wire, ways)
 
     def at(self, shape: Sequence[int], cut: Cut) -> At:
-        """Where a part of such a tensor lies: the same object for the same answer."""
+        """The layout of a tensor of this shape and cut; one object for equal layouts."""
         key = tuple(shape), cut
         found = self.ats.get(key)
         if found is None:
@@ -161,7 +165,7 @@ class Axis:
         return (*shape[: cut.dim], own, *shape[cut.dim + 1 :])
 
     def narrow(self, x: Tensor, cut: Cut) -> Tensor:
-        """This rank's part of a whole tensor: no communication, and a view unless the dim is a fold."""
+        """This rank's part of a replicated tensor. It sends nothing, and is a view unless the dim is a fold."""
         if not torch.is_grad_enabled() and unwritable(x):
             with torch.enable_grad():
                 return self.narrow(x, cut)
@@ -201,7 +205,7 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class At:
-    """Where a rank's part of a tensor lies: the global shape, the cut, and the shape of the part."""
+    """The layout of a sharded tensor: the global shape, the cut, and the shape of this rank's part."""
 
     axis: Axis
     shape: torch.Size
@@ -210,7 +214,7 @@ class At:
 
 
 def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[int]]:
-    """Open the folds that `cuts` refer to: the finer shape, and the index of each cut's own dim in it."""
+    """The shape with the folds of `cuts` opened, and the index of each cut's sharded dim in it."""
     fine: list[int] = []
     where = [0] * len(cuts)
     for d, size in enumerate(shape):
@@ -227,7 +231,7 @@ def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[i
 
 
 def separable(shape: Sequence[int], one: Cut, two: Cut, n: int) -> bool:
-    """Tell whether two cuts are along dims of their own, so that one all-to-all leads from one to the other."""
+    """Tell whether two cuts are along different dims, so that one all-to-all leads from one to the other."""
     if one.dim != two.dim:
         return True
     if one.joined or two.joined:

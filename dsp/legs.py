@@ -26,14 +26,14 @@ from dsp.private import _resolve_process_group, arrives_by
 from dsp.text import human, number_of
 
 DIRECT, HIERARCHICAL, ROUNDS = "direct", "hierarchical", "rounds"
-WITHIN, BETWEEN = "switch_within", "switch_between"  # under which the legs are counted
+WITHIN, BETWEEN = "switch_within", "switch_between"  # the names under which legs are counted
 
 
 class Ways(NamedTuple):
-    """The ways of switches over an axis of `size` ranks, nodes of `node`: 0 where nobody knows, or it lies within one.
+    """The ways of switches over an axis of `size` ranks on nodes of `node` ranks (0: unknown, or all on one node).
 
-    steps: (bytes a rank up to which a way is taken, way), the last for all beyond; reason: why they are direct though
-    another way was asked for.
+    steps: (bytes a rank up to which a way is taken, way), the last for all larger switches. reason: why switches are
+    direct although another way was asked for.
     """
 
     size: int
@@ -46,23 +46,24 @@ class Ways(NamedTuple):
         return self.size // self.node if self.node else 1
 
     def mates(self, rank: int) -> range:
-        """The ranks that share a rank's node, itself among them."""
+        """The ranks on the node of a rank, itself included."""
         return range(rank - rank % self.node, rank - rank % self.node + self.node)
 
     def way(self, nbytes: int) -> str:
-        """The way of one switch, of so many bytes on all ranks together."""
+        """The way of a switch of `nbytes` on all ranks together."""
         held = nbytes / self.size
         return next(way for until, way in self.steps if held <= until)
 
     def on(self, group: str) -> str:
-        """The name of a process group with these ways of its switches, for the ops: see `ways_of`."""
+        """The name of a process group, followed by these ways, as the ops take it (`ways_of` reads it)."""
         if all(way == DIRECT for _, way in self.steps):
             return group
         return "|".join([group, str(self.size), str(self.node), *(f"{until!r}:{way}" for until, way in self.steps)])
 
     def legs(self, way: str, to_each: Callable[[int], Sequence[int]], rank: int) -> dict[str, tuple[int, int]]:
-        """The bytes that a rank sends within and between nodes, and in how many calls, where any rank sends `to_each`;
-        nothing of a link that there is not. A direct switch is one call, between nodes.
+        """The bytes that a rank sends within and between nodes, and the calls. `to_each` says what each rank sends.
+
+        A kind of link that does not exist is left out. A direct switch is one call, between nodes.
         """
         node, place, own, mates = self.node, rank % self.node, to_each(rank), self.mates(rank)
         calls = {DIRECT: (0, 1), HIERARCHICAL: (1, 1), ROUNDS: (node - 1, self.size - node)}[way]
@@ -86,7 +87,7 @@ STRAIGHT = Ways(1)
 
 @lru_cache(maxsize=4096)
 def ways_of(group: str) -> tuple[str, Ways | None]:
-    """The process group that an op was given the name of, and the ways that stand behind it, if any."""
+    """The name of the process group, and the ways that follow it, if any, in the `group` of an op."""
     name, *told = group.split("|")
     if not told:
         return name, None
@@ -94,13 +95,13 @@ def ways_of(group: str) -> tuple[str, Ways | None]:
     return name, Ways(int(told[0]), int(told[1]), tuple((float(until), way) for until, way in steps))
 
 
-ToEach = Callable[[int], Sequence[int]]  # the numbers that a rank sends to each rank
+ToEach = Callable[[int], Sequence[int]]  # the counts of elements that a rank sends to each
 
 
 class Legs:
-    """A switch under way in several legs, each of which begins when the one before it has come.
+    """An exchange under way in several legs; each begins when the one before it has arrived.
 
-    send, out: flat tensors, of what goes to each rank and of `comes` that come from each.
+    send, out: flat tensors, sent and received; `comes` counts the elements from each rank.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Legs:
         self.works = next(self.legs)
 
     def wait(self) -> None:
-        """Wait for the leg under way."""
+        """Wait for the current leg."""
         for work in self.works:
             work.wait()
 
@@ -124,13 +125,13 @@ class Legs:
             self.left, self.works = self.left - 1, next(self.legs)
 
     def last(self) -> list[Any]:
-        """The works of the last leg, which has begun."""
+        """Begin all legs but the last and wait for them; return the works of the last one."""
         while self.left > 1:
             self.go_on()
         return self.works
 
     def finish(self) -> Tensor:
-        """Wait for all, and return what has come."""
+        """Wait for all legs, and return the received tensor."""
         self.last()
         self.wait()
         return self.out
@@ -139,12 +140,12 @@ class Legs:
 def hierarchical(
     send: Tensor, out: Tensor, comes: Sequence[int], to_each: ToEach, group: Any, node: int
 ) -> Iterator[list[Any]]:
-    """The two legs: to the ranks of this node all that is for their place on any node, and on to the nodes."""
+    """Two legs: within the node, each rank gets all that is for its place on any node; then between nodes."""
     n, rank = group.size(), group.rank()
     own, place = divmod(rank, node)
     mates = range(own * node, own * node + node)
     sizes = [to_each(mate) for mate in mates]
-    passed = [[*each[place::node]] for each in sizes]  # by each mate, for this place on each node
+    passed = [[*each[place::node]] for each in sizes]  # from each rank of the node, for this place on each node
     blocks = send.split([*sizes[place]])
     others = [i for i in range(node) if i != place]
     near = [(mates[i], torch.cat(blocks[i::node])) for i in others]
@@ -161,7 +162,7 @@ def hierarchical(
 def in_rounds(
     send: Tensor, out: Tensor, comes: Sequence[int], to_each: ToEach, group: Any, node: int
 ) -> Iterator[list[Any]]:
-    """The rounds, in each of which a rank sends to one other and receives of one: first within its node."""
+    """Rounds in which a rank sends to one other rank and receives from one: first those within its node."""
     n, rank = group.size(), group.rank()
     own, place = divmod(rank, node)
     goes, rooms = send.split([*to_each(rank)]), out.split([*comes])
@@ -173,13 +174,13 @@ def in_rounds(
 
 
 def mates(group: str) -> range:
-    """The ranks of a group that share this one's node, by the ways that stand behind its name."""
+    """The ranks of a group that are on this rank's node, by the ways in the group's name."""
     (_, rank), (_, ways) = ranks(group), ways_of(group)
     return range(0) if ways is None else ways.mates(rank)
 
 
 class Listed(NamedTuple):
-    """A dealing as a list: what each rank of a node, whose first is `first`, sends to each of n ranks."""
+    """A `Dealt` as a list: what each rank of one node, which begins at rank `first`, sends to each of n ranks."""
 
     total: int
     rows: Sequence[int]
@@ -196,8 +197,10 @@ class Listed(NamedTuple):
 
 
 def in_legs(flat: Tensor, width: int, group: str, dealing: Dealt | None) -> Dealt | None:
-    """The dealing of an exchange that goes in legs, in numbers of a flat tensor, of which `width` are one dealt; None
-    if it goes directly."""
+    """The counts of an exchange that goes in legs, in elements of the flat tensor; None if it goes directly.
+
+    width: elements of the flat tensor for each one that `dealing` counts.
+    """
     ways = ways_of(group)[1]
     if ways is None or dealing is None:
         return None
@@ -206,7 +209,7 @@ def in_legs(flat: Tensor, width: int, group: str, dealing: Dealt | None) -> Deal
 
 
 def begun(flat: Tensor, comes: Sequence[int], group: str, dealing: Dealt) -> Legs:
-    """An exchange under way in legs, to be waited for."""
+    """An exchange under way in legs."""
     name, ways = ways_of(group)
     assert ways is not None
     way, pg = ways.way(dealing.total * flat.element_size()), _resolve_process_group(name)  # type: ignore[arg-type]
@@ -214,15 +217,17 @@ def begun(flat: Tensor, comes: Sequence[int], group: str, dealing: Dealt) -> Leg
 
 
 def begun_later(flat: Tensor, total: int, comes: list[int], rows: list[int], group: str) -> Tensor:
-    """The same, all legs but the last through: what whoever waits for it finds. rows: what the ranks of this node send
-    to each."""
+    """The received tensor of an exchange whose legs are done but for the last, which a wait for the tensor completes.
+
+    rows: what the ranks of this node send to each.
+    """
     legs = begun(flat, comes, group, Listed.of(total, rows, group))
     arrives_by(legs.out, legs.last())
     return legs.out
 
 
 class Launched:
-    """An exchange under way in legs: called, it returns what has come."""
+    """An exchange under way in legs; a call returns the received tensor."""
 
     def __init__(self, legs: Legs) -> None:
         self.go_on, self.finish = legs.go_on, legs.finish
@@ -232,13 +237,13 @@ class Launched:
 
 
 def launched(flat: Tensor, comes: Sequence[int], width: int, group: str, dealing: Dealt | None) -> Launched | None:
-    """An exchange of a flat tensor under way in legs; None if it goes directly."""
+    """Begin the exchange of a flat tensor in legs; None if it goes directly."""
     legged = in_legs(flat, width, group, dealing)
     return None if legged is None else Launched(begun(flat, comes, group, legged))
 
 
 def later(flat: Tensor, comes: list[int], width: int, group: str, dealing: Dealt | None) -> Tensor | None:
-    """The same, as a tensor to be waited for."""
+    """The same as a tensor that has to be waited for."""
     if (legged := in_legs(flat, width, group, dealing)) is None:
         return None
     rows = [size for mate in mates(group) for size in legged.to_each(mate)]

@@ -1,4 +1,4 @@
-"""The lines of the user's own code that an operation or an error comes from."""
+"""The lines of the user's code that an operation or an error comes from."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ INSIDE = (*(path + os.sep for path in _OURS), os.path.abspath(contextlib.__file_
 
 
 class Line(NamedTuple):
-    """A line that runs in a frame of the user's code."""
+    """A frame of the user's code, and the line that runs in it."""
 
     frame: FrameType
     number: int
 
     @property
     def short(self) -> str:
-        """The file's own name and the number of the line, as ``model.py:37``."""
+        """The name of the file and the number of the line, as ``model.py:37``."""
         return f"{os.path.basename(self.frame.f_code.co_filename)}:{self.number}"
 
     def __str__(self) -> str:
-        """The line with the text that stands there, if its file can be read."""
+        """The line with its source text, if the file can be read."""
         text = linecache.getline(self.frame.f_code.co_filename, self.number, self.frame.f_globals).strip()
         return f"{self.short}, '{text}'" if text else self.short
 
 
 @functools.cache
 def inside(filename: str) -> bool:
-    """Tell whether a file is one of dsp, torch or einops, or runs their context managers."""
+    """Tell whether a file belongs to dsp, torch, einops or contextlib, and so not to the user."""
     return os.path.abspath(filename).startswith(INSIDE)
 
 

@@ -1,4 +1,4 @@
-"""The interface of embedded methods: their work inside of a stage and around it (`dsp.embedded`), and its traffic."""
+"""The interface of embedded methods (`dsp.embedded`): their work inside a stage and around it, and their traffic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsp.layout import Axis, Cut
 from dsp.notation import TensorPattern
 from dsp.planner import chunk_sizes
 
-Sent = dict[str, tuple[int, int]]  # by kind of collective: bytes of the busiest rank, and calls
+Sent = dict[str, tuple[int, int]]  # by kind of collective: the bytes that the busiest rank sends, and the calls
 
 
 def add_sent(*sents: Mapping[str, tuple[int, int]]) -> Sent:
@@ -26,13 +26,13 @@ def add_sent(*sents: Mapping[str, tuple[int, int]]) -> Sent:
 
 @dataclass(frozen=True)
 class CommBytes:
-    """Communication inside a stage call, by phase of a step; the kinds are those of `dsp.count_comm`."""
+    """The communication inside a stage call, by phase of a step; kinds are those of `dsp.count_comm`."""
 
     forward: Sent = field(default_factory=dict)
     backward: Sent = field(default_factory=dict)
     recompute: Sent = field(default_factory=dict)  # if activation checkpointing runs the stage again
-    before: Sent = field(default_factory=dict)  # of forward, where it is outside of what runs again: before the stage,
-    after: Sent = field(default_factory=dict)  # and after it
+    before: Sent = field(default_factory=dict)  # the part of forward that a recomputation does not repeat: before
+    after: Sent = field(default_factory=dict)  # the stage, and after it
 
     def __add__(self, other: CommBytes) -> CommBytes:
         return CommBytes(
@@ -41,27 +41,27 @@ class CommBytes:
 
 
 class StageMethod(Protocol):
-    """A submodule of a stage that communicates by itself (`dsp.embedded`); `label` is for the table of the plan."""
+    """A submodule of a stage that communicates by itself (`dsp.embedded`); `label` is its name in a plan's table."""
 
     module: nn.Module
     label: str
 
     @property
     def cut(self) -> int:
-        """How many numbers its weights have that are cut over ranks."""
+        """The number of elements of its weights that are sharded over ranks."""
 
     def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
-        """The traffic of one call with these tensors, which are whole, if the stage were sharded `along` a dim.
+        """The traffic of one call with these whole tensors, if the stage were sharded `along` a dim.
 
-        sizes: of the stage's dims.
+        sizes: those of the stage's dims.
         """
 
     def load(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> float:
-        """The work of the busiest rank in such a call, over that of a chunk as long among equals."""
+        """The work of the busiest rank in such a call, relative to an equal share of the work."""
 
 
 class Peers(NamedTuple):
-    """Ranks of an axis that share a dim, in its order, and how much of it each of them holds."""
+    """The ranks of an axis that share a dim, in the order of its chunks, and the length that each holds."""
 
     ranks: tuple[int, ...]
     parts: tuple[int, ...]
@@ -73,7 +73,7 @@ class Peers(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """The place of a stage call: this rank's part of `dim` (None: of no dim, it runs whole), which `peers` share."""
+    """This rank's part in a stage call: of `dim`, which `peers` share (None: the stage runs whole)."""
 
     axis: Axis
     dim: str | None
@@ -85,12 +85,13 @@ class RankPart(NamedTuple):
 
     @property
     def own(self) -> int:
-        """0: the stage sees one dummy row."""
+        """The length of this rank's part. If it is 0, the stage runs on one dummy row."""
         return self.peers.parts[self.peers.ranks.index(self.axis.rank)]
 
 
 class Received(NamedTuple):
-    """A tensor on its way into a stage: this rank's part, cut at `cut` (None: whole), of one of global `shape`."""
+    """A tensor on its way into a stage: this rank's part of a tensor of global `shape`, in the layout `cut`
+    (None: whole)."""
 
     local: Tensor
     cut: Cut | None
@@ -99,17 +100,17 @@ class Received(NamedTuple):
 
 
 class StageWrapper(Protocol):
-    """A method's work between a stage's layout for others and the one that the stage runs on (`dsp.embedded`)."""
+    """A method around a stage (`dsp.embedded`): the stage itself runs in another layout than its pattern says."""
 
     def enter(
         self, place: RankPart, sizes: Mapping[str, int], given: Sequence[Received]
     ) -> tuple[RankPart, list[Received]]:
-        """Where the stage runs, and what it is given there, without dummy rows."""
+        """This rank's part in the inner layout, and the tensors in it, without dummy rows."""
 
     def leave(
         self, place: RankPart, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The stage's results in the layout that others see, with a dummy row where a rank has nothing else."""
+        """The results in the outer layout, with a dummy row on a rank that holds nothing."""
 
     def share(self, sizes: Mapping[str, int], n: int) -> float:
-        """The busiest rank's share of the work, over n ranks."""
+        """The share of the work of the busiest of n ranks."""

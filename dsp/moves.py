@@ -1,4 +1,4 @@
-"""The moves of local tensors: what the functions on DTensors and the runtime have in common."""
+"""Switches and gathers of local tensors, for the functions on DTensors and for the runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsp.planner import fuses
 
 
 def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
-    """Local part of global `shape` cut at `src` -> local part cut at `dst`; folds are opened for the exchange."""
+    """From this rank's part of a tensor of global `shape` cut at `src` to its part cut at `dst`."""
     if src.outer == dst.outer == 1 and src.dim != dst.dim:
         return torch.ops.dsp.switch(x, src.dim, dst.dim, shape[src.dim], sp.switching, (), (), *sp.formats)
     part = Part(x, src, dst, shape)
@@ -26,7 +26,7 @@ def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
 
 
 class Part(NamedTuple):
-    """This rank's part of a tensor of global `shape`, cut at `src`, that is wanted cut at `dst`."""
+    """A switch to be made: this rank's part of a tensor of global `shape`, from the cut `src` to the cut `dst`."""
 
     local: Tensor
     src: Cut
@@ -34,34 +34,34 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
     def small(self, n: int) -> bool:
-        """Tell whether it shares a collective with others, over n ranks."""
+        """Tell whether the tensor is so small that its switch over n ranks shares a collective with others."""
         return fuses(math.prod(self.shape) * self.local.element_size(), n)
 
     @property
     def simple(self) -> bool:
-        """Tell whether both its dims are dims of the exchange, whole ones or joined."""
+        """Tell whether the exchange can run on the tensor's own dims: neither cut is inside a fold."""
         return self.src.dim != self.dst.dim and all(cut.outer == 1 or cut.joined for cut in (self.src, self.dst))
 
     @property
     def pieces(self) -> tuple[tuple[int, ...], ...] | None:
-        """Those that its two dims are joined of, if any; None where it has to be taken apart for the exchange."""
+        """The pieces of its two dims, () for one that is not joined; None if the exchange cannot take it whole."""
         joined = tuple(cut.pieces(0) if cut.joined else () for cut in (self.src, self.dst))
         return joined if self.simple or not any(joined) else None
 
     def opened(self, sp: Axis) -> tuple[Tensor, int, int, int]:
-        """For the exchange: the part, the dims from which and to which it goes, and the size of the first."""
+        """For the exchange: the part with folds opened, the dims of `src` and `dst`, the size of the first."""
         if self.simple:
             return self.local, self.src.dim, self.dst.dim, self.shape[self.src.dim]
         fine, (i, j) = factor(self.shape, (self.src, self.dst))
         return self.local.reshape(sp.local_shape(fine, Cut(i))), i, j, fine[i]
 
     def closed(self, came: Tensor, sp: Axis) -> Tensor:
-        """The result of the exchange, in the shape of the part."""
+        """The result of the exchange with folds closed again."""
         return came if self.simple else came.reshape(sp.local_shape(self.shape, self.dst))
 
     def apart(self, sp: Axis) -> list[Part]:
-        """Its pieces as tensors of their own: for each of the dim that it is cut at, those of the dim that it is to be
-        cut at. One, where neither is joined."""
+        """The switches of its pieces as tensors of their own: for each piece along `src`, each piece along `dst`. If
+        neither dim is joined, the switch itself."""
         if not (self.src.joined or self.dst.joined):
             return [self]
         (src, there), (dst, here) = (pieces_of(cut, self.shape) for cut in (self.src, self.dst))
@@ -75,7 +75,7 @@ class Part(NamedTuple):
         return found
 
     def together(self, made: list[Tensor]) -> Tensor:
-        """The results of its pieces, joined."""
+        """The result, joined from the results of its pieces."""
         if len(made) == 1:
             return made[0]
         count = len(pieces_of(self.dst, self.shape)[1])
@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 
 def pieces_of(cut: Cut, shape: Sequence[int]) -> tuple[Cut, list[int]]:
-    """How each piece of a joined dim is cut, and how long they are; of another dim the whole is one."""
+    """The cut of each piece of a joined dim, and the lengths of the pieces; a dim that is not joined is one piece."""
     size = shape[cut.dim]
     return (Cut(cut.dim), list(cut.pieces(size))) if cut.joined else (cut, [size])
 
@@ -103,8 +103,10 @@ def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
 
 
 def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
-    """Several switches at one place, forward and backward: those of small tensors share one all-to-all, and those of
-    large ones are under way at once."""
+    """Several switches at one place. Those of small tensors share one all-to-all; those of large ones run at once.
+
+    Their backward does the same.
+    """
     if len(parts) == 1:
         return [switch_local(*parts[0], sp)]
     alike: dict[Any, list[int]] = {}
@@ -136,7 +138,7 @@ def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:
 
 
 class SplitInput(torch.autograd.Function):
-    """This rank's part of a model input; the gradient it returns is whole and true on every rank."""
+    """This rank's part of a replicated model input. In backward every rank gets the input's whole, true gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sp: Axis, cut: Cut) -> Tensor:
@@ -150,7 +152,7 @@ class SplitInput(torch.autograd.Function):
 
 
 class WholeInput(torch.autograd.Function):
-    """A model input that every rank uses whole; the gradient it returns is the true one on every rank."""
+    """A model input that stays replicated. In backward every rank gets its true gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sp: Axis) -> Tensor:
@@ -164,7 +166,7 @@ class WholeInput(torch.autograd.Function):
 
 
 class ScaleGradient(torch.autograd.Function):
-    """Identity; the gradient is divided by N: the true gradient of an input that arrived sharded."""
+    """The identity; in backward the gradient is divided by N, which makes it true for an input that came sharded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:

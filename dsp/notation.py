@@ -4,15 +4,15 @@
     "b [t] s [c], context=b [l c]"           `context` is bound by the name of the forward parameter
     "(b t) [s c]"                            a folded dim, as in einops
     "b i [k] c, b j [k] c -> b i j c"        two operands and the output
-    "b i +k c, b j +k c -> b i j c"          the same, said to be a sum over k: each rank may add up its part of k
+    "b i +k c, b j +k c -> b i j c"          the same, as a sum over k: each rank may sum over its part of k
 
-The root pattern, of the model itself, may also state sizes that its tensors do not tell:
+The root pattern (that of the model itself) may also state sizes that the shapes of its tensors do not give:
 
     "x=(b t) s c, num_frames=t"              an int argument of forward, or an attribute of the model or its config
     "x=b s c, p=4"                           a number, for a dim that no input has but a fold inside the model
 
-A dim outside brackets is independent: ``f(slice of x) == slice of f(x)``. One with a plus is summed over: f(x) is the
-sum of f over the slices of x. This module only parses; it knows no tensors.
+A dim outside brackets is independent: ``f(slice of x) == slice of f(x)``. A dim with a plus is summed over: f(x) is the
+sum of f over the slices of x. This module only parses; it handles no tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NotationError(ValueError):
 
 
 class Ambiguous(NotationError):
-    """A fold of several dims of which more than one have no known size."""
+    """A fold in which the sizes of two or more dims are unknown."""
 
     def __init__(self, message: str, unknown: Sequence[str], size: int) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class Ambiguous(NotationError):
 class TensorPattern:
     """One tensor: its axes in order, each a tuple of dim names (several for a fold, none for a literal 1).
 
-    Of the dims that are `computed` over some are `summed` over.
+    computed: the dims that the stage computes over; summed: those of them that it sums over.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -78,7 +78,7 @@ class StagePattern:
     inputs: tuple[TensorPattern, ...]
     outputs: tuple[TensorPattern, ...]
     explicit_output: bool
-    sizes: tuple[tuple[str, int], ...] = ()  # stated by numbers
+    sizes: tuple[tuple[str, int], ...] = ()  # that the root pattern states as numbers
     root: bool = False
 
     @property
@@ -87,7 +87,7 @@ class StagePattern:
 
     @property
     def free(self) -> tuple[str, ...]:
-        """Dims of the inputs outside brackets, in order of appearance; batch last, for it is the last resort."""
+        """Dims of the inputs outside brackets, in order of appearance, with batch last: it is the last resort."""
         seen = dict.fromkeys(n for p in self.inputs for n in p.names if n not in self.computed)
         return tuple(sorted(seen, key=lambda n: n in BATCH_NAMES))
 
@@ -98,7 +98,7 @@ class StagePattern:
 
 
 class _Axes:
-    """The axes of one tensor, token by token."""
+    """A parser of one tensor's axes, which reads token by token."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -178,7 +178,7 @@ def _parse_tensor(tokens: list[str], text: str) -> TensorPattern:
 
 @lru_cache(maxsize=1024)
 def parse(text: str, *, root: bool = False) -> StagePattern:
-    """Read one stage string. `root` patterns only name dims: nothing in them has to be independent."""
+    """Parse one stage string. A `root` pattern only names dims: none of them has to be independent."""
     if not isinstance(text, str):
         raise NotationError(f"a stage is a string like 'b t [s c]', not {type(text).__name__} {text!r}")
     tokens = _TOKEN.findall(text)
@@ -192,7 +192,7 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
     sizes: dict[str, int] = {}
 
     def stated(part: Sequence[str]) -> list[str]:
-        """Split off the sizes that are stated by numbers, as in 'x=b (t p), p=4'."""
+        """Remove the sizes that are stated as numbers, as in 'x=b (t p), p=4', and note them."""
         left = list(part)
         ends = [i for i in range(len(part), 2, -1) if part[i : i + 1] in ([], [","])]  # 'x=1 t' is a tensor
         for at in [i - 2 for i in ends if part[i - 2] == "=" and part[i - 1].isdigit()]:
@@ -229,7 +229,7 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
     if not root:
         for output in outputs:
             lost = [n for n in stage.free if n not in output.names]
-            # a free dim may be missing from an output only if no tensor could be sharded along it
+            # an output may lack a dim only if no tensor can be sharded along it
             if lost:
                 raise NotationError(
                     f"{text!r}: {_list(lost)} outside brackets but missing from the output {output}. If the stage "
@@ -261,9 +261,9 @@ def _list(names: Sequence[str]) -> str:
 def solve_sizes(
     tensors: Sequence[tuple[TensorPattern, Sequence[int]]], root: Mapping[str, int], *, where: str
 ) -> dict[str, int]:
-    """Dim sizes of one call, from the patterns and shapes of its tensors; `root` sizes only help to open folds.
+    """The sizes of the dims in one call, from the patterns and shapes of its tensors; `root` has sizes for folds alone.
 
-    An axis of size 1 whose dim is longer in another tensor broadcasts. Raises NotationError on any misfit.
+    An axis of size 1 broadcasts if its dim is longer in another tensor. Raises NotationError if shapes do not fit.
     """
     sizes, folds = _sizes_of_axes(tensors, where)
     while folds:
@@ -289,7 +289,7 @@ Fold = tuple[TensorPattern, tuple[str, ...], int]  # an axis of several dims in 
 def _sizes_of_axes(
     tensors: Sequence[tuple[TensorPattern, Sequence[int]]], where: str
 ) -> tuple[dict[str, int], list[Fold]]:
-    """The sizes of dims that are axes by themselves, and the folds."""
+    """The sizes of dims that have an axis of their own, and the folds."""
     sizes: dict[str, int] = {}
     folds: list[Fold] = []
     for pattern, shape in tensors:
@@ -313,7 +313,7 @@ def _sizes_of_axes(
 def _opened(
     pattern: TensorPattern, axis: tuple[str, ...], size: int, sizes: dict[str, int], root: Mapping[str, int], where: str
 ) -> bool:
-    """Note the sizes of a fold's dims; False where two of them are still to be known."""
+    """Note the sizes of a fold's dims; False if two of them are still unknown."""
     known = {n: sizes.get(n, root.get(n)) for n in axis}
     product = math.prod(value for value in known.values() if value is not None)
     unknown = [n for n, value in known.items() if value is None]

@@ -1,7 +1,7 @@
 """Observers of collectives. The backward of a collective tells the observer that was active in its forward.
 
-Backward may run in another thread than its forward, on CUDA always, and a context variable of the forward's thread is
-not seen there. So an autograd node keeps the observer of its backward.
+Backward may run in another thread than its forward (on CUDA it always does), where context variables of the forward's
+thread are not visible. So each autograd node keeps the observer for its backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Observer(Protocol):
         """Take note of a collective: the name and the arguments of its op."""
 
     def for_backward(self) -> Observer | None:
-        """The observer of the backward of the collectives that are made now."""
+        """The observer to be told of the backward of collectives that run now."""
 
 
 OBSERVER: ContextVar[Observer | None] = ContextVar("dsp_observer", default=None)
@@ -31,7 +31,7 @@ def notify(name: str, *args: Any) -> None:
 
 
 def save_observer(ctx: Any) -> None:
-    """Keep the observer of the backward on an autograd node, in its forward."""
+    """Keep, on an autograd node, the observer for its backward; called in its forward."""
     observer = OBSERVER.get()
     ctx.observer = None if observer is None else observer.for_backward()
 

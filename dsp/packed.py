@@ -15,8 +15,7 @@ from dsp.wire import SAME, format_of
 def switch_packed(
     xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int], wire: str
 ) -> list[Tensor]:
-    """Several switches in one all-to-all where some travel in a format: the tensors of one value, by its number in
-    `of`, as one tensor."""
+    """Several switches in one all-to-all, each in its format. Tensors of one number in `of` are packed as one."""
     plans, forms, rooms, raw, comes, goes = [], [], [], [], [], []
     for own in by_value(len(xs), of):
         some = [xs[i] for i in own]

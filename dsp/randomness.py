@@ -1,4 +1,4 @@
-"""Random numbers of a rank's own: a stream forked from the default one, which moves on alike on every rank."""
+"""Random numbers for each rank: streams forked from the default generator, which advances alike on every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsp.layout import Axis
 
 
 def seed(value: int) -> None:
-    """As `torch.manual_seed`, which where no accelerator is takes a stack trace for each that may come: 0.5 ms."""
+    """`torch.manual_seed`, without the 0.5 ms that it takes to note stack traces where there is no accelerator."""
     if torch.accelerator.is_available():
         torch.manual_seed(value)
     else:
@@ -30,13 +30,13 @@ def forked(axis: Axis) -> Iterator[None]:
 
 
 def fork(axis: Axis) -> Any:
-    """From here on this rank draws numbers of its own; what is returned is to be given to `join`."""
+    """Begin random numbers of this rank's own, until `join` gets the returned state."""
     drawn = int(torch.randint(2**62, (), device="cpu"))
     return _begin(axis, (drawn + 0x9E3779B97F4A7C15 * (axis.rank + 1)) % 2**63)
 
 
 def share(axis: Axis) -> Any:
-    """From here on all ranks draw the same numbers: from a stream seeded by rank 0. To be ended likewise."""
+    """Begin random numbers that are the same on all ranks, seeded by rank 0, until `join` gets the returned state."""
     drawn = torch.randint(2**62, (1,), device="cuda" if axis.mesh.device_type == "cuda" else "cpu")
     dist.broadcast(drawn, group=axis.mesh.get_group(), group_src=0)
     return _begin(axis, int(drawn))

@@ -46,8 +46,8 @@ class Route:
 
     @staticmethod
     def along(mesh: DeviceMesh, given: str | Route | Hardware | None) -> tuple[DeviceMesh, Route]:
-        """The mesh and the route that a user names, settled. With a route a mesh of two axes, nodes and the ranks in
-        one, is used as one axis. Collective: call it on every rank of the mesh."""
+        """The mesh and the route that a user names, resolved. With a route, a mesh of two axes (nodes, and ranks in a
+        node) becomes one axis. Collective: call it on every rank of the mesh."""
         if given is None or not isinstance(mesh, DeviceMesh):
             return mesh, Route()
         route = Route.of(given)
@@ -57,14 +57,14 @@ class Route:
 
     @classmethod
     def of(cls, given: str | Route | Hardware | None) -> Route:
-        """The route that a user names; hardware stands for the quickest on it, None for the default."""
+        """The route that a user names; a Hardware stands for the quickest route on it, None for the default."""
         if isinstance(given, Hardware):
             return cls(AUTO, given.node, given)
         return given if isinstance(given, Route) else cls() if given is None else cls(given)
 
     def at(self, mesh: DeviceMesh) -> Route:
-        """The same with what is found out on the ranks of a 1-D mesh: its nodes, and the links that "auto" lacks. The
-        direct one, with a word why, where nodes have unequal shares of the mesh.
+        """The route with the nodes of a 1-D mesh and, for "auto", its measured links filled in. If nodes have unequal
+        shares of the mesh, the direct route, with a warning.
 
         Collective: call it on every rank of the mesh.
         """
@@ -82,8 +82,8 @@ class Route:
         return replace(self, node=node, hardware=hardware)
 
     def over(self, size: int, hardware: Hardware | None = None) -> Ways:
-        """The ways of switches over an axis of so many ranks, which are nodes of neighbours; `hardware`: where the
-        route names none. Raises ValueError if the nodes, or the links for "auto", are not known."""
+        """The ways of switches over an axis of `size` ranks; `hardware` is used where the route names none. Raises
+        ValueError if the nodes, or the links for "auto", are unknown."""
         hardware = self.hardware or hardware
         if self == Route():
             return Ways(size)
@@ -109,8 +109,10 @@ class Route:
 
 
 def shares_of(mesh: DeviceMesh) -> list[int]:
-    """How many ranks of a mesh each node has; where ranks have another LOCAL_WORLD_SIZE, all of these. Collective: what
-    ranks do next has to be the same."""
+    """The number of the mesh's ranks on each node; where ranks differ in LOCAL_WORLD_SIZE, all values of it.
+
+    Collective, since all ranks have to go on alike.
+    """
     said: list[Any] = [0] * mesh.size()
     dist.all_gather_object(said, os.environ.get("LOCAL_WORLD_SIZE", "0"), group=mesh.get_group())
     if len({*said}) > 1:
@@ -119,13 +121,13 @@ def shares_of(mesh: DeviceMesh) -> list[int]:
 
 
 def shared_by_nodes(ranks: Sequence[int]) -> list[int]:
-    """How many ranks of a group each node has, by LOCAL_WORLD_SIZE; nothing where that is not said."""
+    """The number of a group's ranks on each node, by LOCAL_WORLD_SIZE; empty if that is not set."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     return [len([*same]) for _, same in groupby(rank // local for rank in ranks)] if local else []
 
 
 def exchanges(way: str, nbytes: float, size: int, node: int) -> list[Exchange]:
-    """The traffic of a switch in which each of `size` ranks holds so many bytes."""
+    """The traffic of a switch of a tensor of which each of `size` ranks holds `nbytes`."""
     nodes, part = size // node, nbytes / size
     if way == DIRECT:
         return [Exchange("switch", part * (size - 1), 1, size)]
@@ -137,13 +139,13 @@ def exchanges(way: str, nbytes: float, size: int, node: int) -> list[Exchange]:
 
 
 def seconds(way: str, nbytes: float, size: int, hardware: Hardware) -> float:
-    """How long a switch takes in which each of `size` ranks holds so many bytes: a leg reads and writes them once."""
+    """The seconds of a switch in which each of `size` ranks holds `nbytes`; each leg reads and writes them once."""
     copied = 4 * nbytes if way == HIERARCHICAL else 0.0
     return hardware.seconds(*exchanges(way, nbytes, size, hardware.node)) + hardware.computing(0.0, copied)
 
 
 def quickest(hardware: Hardware, size: int) -> tuple[tuple[float, str], ...]:
-    """The quickest ways over `size` ranks: (bytes a rank up to which it is, way), the last for all beyond.
+    """The quickest ways over `size` ranks: (bytes a rank up to which a way is quickest, way), the last for all larger.
 
     The seconds of each way are linear in the bytes, so the quickest are those of the lower envelope of three lines.
     """

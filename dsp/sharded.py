@@ -1,8 +1,8 @@
-"""A sharded tensor as glue holds it: this rank's part, as a thin subclass that knows its global shape.
+"""The sharded tensor between stages: this rank's part, in a thin subclass of Tensor that knows the global shape.
 
-Between the stages of a forward a model sees `Sharded` tensors. Their shape is the global one; what is done with them is
-done to the local data, by the rules of `dsp.rules` (see `dsp.run.glue`). To other code one reads as the DTensor that it
-stands for: `placements`, `device_mesh`, `to_local`, `full_tensor`, `redistribute`, and any operation outside a forward.
+Between its stages a model sees `Sharded` tensors. Their shape is the global one; operations run on the local data, by
+the rules of `dsp.rules` (see `dsp.run.glue`). Other code can use one as the DTensor that it stands for: `placements`,
+`device_mesh`, `to_local`, `full_tensor`, `redistribute`, and any operation outside a forward.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dsp.layout import At, unwritable
 from dsp.private import OpOverload, backward_pass, is_view, pytree, set_backward_hooks, storage_id
 from dsp.tensors import NO
 
-MIXED = "got mixed torch.Tensor and DTensor"  # says torch
+MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error
 COMPARING = (Tensor.__eq__, Tensor.__ne__)
 ACTIVE: ContextVar[tuple[Any, Any] | None] = ContextVar("dsp_active", default=None)  # the forward that runs now
 
 
 class Sharded(Tensor):
-    """This rank's part, and in `at` where it lies: global shape and cut, one object for all that lie alike.
+    """This rank's part of a tensor, with its layout.
 
-    `number` is that of the tensor in the record of the forward that it is of, counted on from `Run.first`.
-    `viewed_from`: of a view between stages, the tensor, and how it is taken (`dsp.run.views.View`); `copies`: in other
-    layouts (`Copies`). `part` is the type of the part: `Tensor`, or for a class made by `sharded_type` another one.
+    at: the layout (global shape and cut), one object for equal layouts. number: of this tensor in its forward's record,
+    plus `Run.first`. viewed_from: of a view taken between stages, its base and the operation (`dsp.run.views.View`).
+    copies: the same tensor in other layouts (`Copies`). part: the type of the part, `Tensor` but for `sharded_type`.
     """
 
     at: At
@@ -45,12 +45,12 @@ class Sharded(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # outside of what a forward does again all tensors of backward are parts, and so is what was saved for it
+        # in backward all tensors are parts, the saved ones too, except while a checkpoint runs its forward again
         backward = backward_pass() != -1 and ACTIVE.get() is None
         known = func in READ or func in AS_LOCAL
         if func in READ and not backward:
             return READ[func](*args, **kwargs)
-        if known or isinstance(func, OpOverload):  # the latter is below autograd, where modes see parts
+        if known or isinstance(func, OpOverload):  # an OpOverload runs below autograd, where modes see parts
             with NO():
                 return func(*args, **kwargs)
         if backward:
@@ -60,7 +60,7 @@ class Sharded(Tensor):
                 "of your own, put it into a stage, a submodule with a pattern, where tensors are local"
             )
         if func in COMPARING and not isinstance(args[1], (Tensor, Number)):
-            return NotImplemented  # x == "a" is False, says Python then; a tensor would be asked twice
+            return NotImplemented  # Python then evaluates x == "a" to False
         args, kwargs = pytree.tree_map_only(Sharded, dtensor, (args, kwargs))
         try:
             return func(*args, **kwargs)
@@ -93,13 +93,13 @@ class Sharded(Tensor):
 
 
 class Moved(Sharded):
-    """One that an operation wrote elsewhere, in another layout: `now` is what it became."""
+    """A tensor that an operation wrote in another layout; `now` is the tensor with the written values."""
 
     now: Sharded
 
 
 def plain(t: Any) -> Any:
-    """The local part as a tensor like any other, connected by autograd; anything else as it is."""
+    """The part of a sharded tensor as a plain tensor, connected by autograd; any other value as it is."""
     if not isinstance(t, Sharded):
         return t
     with torch._C.DisableTorchFunction():
@@ -107,7 +107,7 @@ def plain(t: Any) -> Any:
 
 
 def carry(local: Tensor, at: At, number: int = -1) -> Sharded:
-    """A new tensor that carries `local`, this rank's part."""
+    """A sharded tensor whose part on this rank is `local`."""
     if tuple(local.shape) != at.local:
         raise RuntimeError(f"rank {at.axis.rank} holds {tuple(local.shape)} where its share is {at.local}")
     if not torch.is_grad_enabled() and unwritable(local):
@@ -125,19 +125,19 @@ def carry(local: Tensor, at: At, number: int = -1) -> Sharded:
 
 @cache
 def sharded_type(part: type[Tensor]) -> type[Sharded]:
-    """`Sharded` for parts of a type of their own, such as fake tensors."""
+    """The class of sharded tensors whose parts have a type of their own, such as fake tensors."""
     return Sharded if part is Tensor else type(f"Sharded{part.__name__}", (Sharded, part), {"part": part})
 
 
 def arrived(t: Sharded) -> Sharded:
-    """The same, with its numbers there, to be read where the forward that runs does not see it."""
+    """The tensor, after a wait for its data: code that the running forward does not see is about to read it."""
     if (active := ACTIVE.get()) is not None:
         active[1].arrive()
     return t
 
 
 def dtensor(t: Sharded) -> DTensor:
-    """The DTensor that it stands for."""
+    """The DTensor for which a sharded tensor stands."""
     t = arrived(t.now if isinstance(t, Moved) else t)
     return t.at.axis.wrap(plain(t), t.at.cut, t.at.shape)
 
@@ -147,7 +147,7 @@ def as_dtensor(t: Any) -> Any:
 
 
 def stride_of(t: Sharded) -> tuple[int, ...]:
-    """The strides that the whole tensor would have, dense in the memory order of the part."""
+    """The strides of the whole tensor, dense in the memory order of the part."""
     return global_stride(plain(t), t.at.shape)
 
 
@@ -158,7 +158,7 @@ def _size(t: Sharded, dim: int | None = None) -> Any:
 def laid_out(shape: torch.Size, name: str, *args: Any, **kwargs: Any) -> Any:
     """`stride` or `is_contiguous` of a tensor that may be sharded, as if it were contiguous.
 
-    What a rank would read off its part may be other than on the next one, and a forward went two ways.
+    The strides of parts may differ from rank to rank; a forward that read them could branch differently on each.
     """
     return getattr(torch.empty(shape, device="meta"), name)(*args, **kwargs)
 
@@ -185,7 +185,7 @@ def _numel(t: Sharded) -> int:
 
 
 def _grad(t: Sharded) -> Tensor | None:
-    """That of a single process: in backward a rank's part of it is N times as large (docs/numerics.md)."""
+    """The gradient of a single process: in backward a rank's part is N times as large (docs/numerics.md)."""
     with NO():
         grad = t.grad
     return None if grad is None else carry(plain(grad) / t.at.axis.size, t.at)
@@ -195,7 +195,7 @@ def _same_size(t: Sharded, other: Tensor) -> bool:
     return t.at.shape == other.shape
 
 
-# what tells of the whole tensor
+# functions that are answered for the whole tensor
 READ: dict[Any, Any] = {
     Tensor.shape.__get__: lambda t: t.at.shape,  # type: ignore[attr-defined]
     Tensor.size: _size,
@@ -215,7 +215,7 @@ READ: dict[Any, Any] = {
     Tensor.__repr__: _described,
     Tensor.__format__: _described,
 }
-# what tells of the part as of the whole
+# functions with the same answer for the part as for the whole
 AS_LOCAL = frozenset(
     getattr(Tensor, name).__get__
     for name in """

@@ -1,4 +1,4 @@
-"""The tensors of one call, bound to a pattern by the names of the module's own parameters."""
+"""The tensors of one call, matched to a pattern by the parameter names of the module's forward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dsp.sharded import Sharded
 from dsp.tensors import tensors_in
 from dsp.text import DIGITS
 
-Slot = int | str | tuple[int | str, int]  # a place in args or kwargs; of an item of a list there, and which
+Slot = int | str | tuple[int | str, int]  # a place in args or kwargs; of an item of a list there, with its index
 
 
 @dataclass(frozen=True)
 class Bound:
-    """One tensor argument of a call and what the pattern says of it (None: not mentioned, so it passes whole)."""
+    """One tensor argument of a call and its pattern (None: no pattern mentions it, so it is replicated)."""
 
     param: str
     slot: Slot
@@ -31,7 +31,7 @@ class Bound:
 
 
 class Arguments:
-    """The arguments of one call, to be replaced one by one."""
+    """The arguments of one call, which can be replaced one by one."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = list(args), dict(kwargs)
@@ -41,7 +41,7 @@ class Arguments:
 
 
 def put(args: list[Any], kwargs: dict[str, Any], slot: Slot, value: Any) -> None:
-    """Replace an argument, or an item of a list or tuple that is one, which is copied."""
+    """Replace an argument, or an item of a list or tuple argument, of which a copy is made."""
     place, item = slot if isinstance(slot, tuple) else (slot, None)
     held: Any = args if isinstance(place, int) else kwargs
     if item is not None:
@@ -52,14 +52,14 @@ def put(args: list[Any], kwargs: dict[str, Any], slot: Slot, value: Any) -> None
 
 
 def got(args: Sequence[Any], kwargs: Mapping[str, Any], slot: Slot) -> Any:
-    """The argument at a place, or the item there."""
+    """The argument in a slot, or the item of it."""
     place, item = slot if isinstance(slot, tuple) else (slot, None)
     held = args[place] if isinstance(place, int) else kwargs[place]
     return held if item is None else held[item]
 
 
 class Signature:
-    """Binds the tensors of a call to a pattern by the parameter names of the module's own forward."""
+    """A pattern and the parameters of a module's forward: binds the tensors of a call to the pattern."""
 
     def __init__(self, module: nn.Module, pattern: StagePattern, where: str) -> None:
         self.where, self.pattern = where, pattern
@@ -83,18 +83,18 @@ class Signature:
         self.bare = [p for p in pattern.inputs if not p.param]
 
     def attribute(self, p: TensorPattern) -> int | None:
-        """The size of a dim that the model, or its config, has as an attribute: 'num_frames=t'."""
+        """The size of a dim by an attribute of the model or its config, as in 'num_frames=t'."""
         owners = (self.module, getattr(self.module, "config", None)) if self.pattern.root and len(p.axes) == 1 else ()
         found = (getattr(owner, p.param or "", None) for owner in owners)
         return next((value for value in found if type(value) is int), None)
 
     def integers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-        """The int arguments of one call, those left at their default included."""
+        """The int arguments of one call, defaults included."""
         given = {**self.defaults, **dict(zip(self.positional, args)), **kwargs}
         return {name: value for name, value in given.items() if type(value) is int}
 
     def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-        """The sizes of dims that the pattern states other than by tensors."""
+        """The sizes that the pattern states by numbers, int arguments or attributes."""
         found, integers = dict(self.pattern.sizes), self.integers(args, kwargs)
         for p in self.named.values():
             value = integers.get(p.param or "", self.attribute(p) if p.param not in self.names else None)
@@ -137,7 +137,7 @@ class Signature:
         return Arguments(args, kwargs), bound
 
     def nested(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, NotationError]]:
-        """The tensors of one call of a stage that no pattern can name, and an error for each if it is sharded."""
+        """The tensors inside lists and dicts of a call, which no pattern can name, each with the error for it."""
         for param, _, value in self.slots(args, kwargs):
             for t in nested(value):
                 yield t, self.hidden(param, value)
@@ -160,7 +160,7 @@ def listed(value: Any) -> bool:
 
 
 def items(param: str, slot: int | str, tensors: Sequence[Tensor], p: TensorPattern | None) -> list[Bound]:
-    """The tensors of a list, each with sizes of its own: a dim that is not as long in all has a number in its name."""
+    """The tensors of a list argument. A dim whose length differs between them gets a numbered name for each tensor."""
     if p is None:
         return [Bound(f"{param}[{n}]", (slot, n), t, None) for n, t in enumerate(tensors)]
     alike = [i for i, axis in enumerate(p.axes) if len({t.shape[i : i + 1] for t in tensors}) == 1]

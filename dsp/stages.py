@@ -20,9 +20,9 @@ from dsp.signature import Bound, Signature
 
 @dataclass(frozen=True)
 class Option:
-    """One dim a call may be sharded along: the cut it needs of every bound tensor (None: whole).
+    """One dim that a call may be sharded along, with the cut that each bound tensor must have (None: whole).
 
-    onto: where the dim is summed over, that of the results along which the ranks' sums are added up.
+    onto: for a dim that is summed over, the dim of the results that the reduce-scatter of the sums leaves sharded.
     """
 
     name: str | None
@@ -41,7 +41,10 @@ class Option:
         return 1.0 if self.name is None else chunk_sizes(self.size, n)[0] / self.size
 
     def moved(self, given: Sequence[At | None]) -> int:
-        """The elements that all ranks together move for it, of tensors that lie so: all ranks choose alike."""
+        """The elements that all ranks together would move for this option, the same on every rank.
+
+        given: the layouts of the tensors now.
+        """
         return sum(
             math.prod(at.shape) * (1 if cut is not None else 1000)
             for at, cut in zip(given, self.cuts)
@@ -52,9 +55,9 @@ class Option:
 class Stage:
     """A submodule and its pattern.
 
-    `inside` are those of its own submodules that communicate, so that it may be sharded along a dim that it computes
-    over: `reach`. Then it is sharded along no other; with `whole` along none, whatever its pattern says. `around` leads
-    to another layout still, that the stage alone sees.
+    inside: its submodules that communicate by themselves. reach: a dim that the stage computes over, and is sharded
+    along (and along no other) thanks to them. whole: the stage is sharded along no dim, whatever its pattern says.
+    around: a method that runs the stage in another layout, which only the stage sees.
     """
 
     def __init__(self, name: str, module: nn.Module, text: str) -> None:
@@ -77,7 +80,7 @@ class Stage:
     def result_sizes(
         self, t: Tensor, p: TensorPattern, sizes: Mapping[str, int], root: Mapping[str, int]
     ) -> dict[str, int]:
-        """The sizes of the dims of a result. What the stage computes over may have changed."""
+        """The sizes of the dims of a result; the stage may change those that it computes over."""
         found = dict(sizes)
         for name in [n for n in p.names if n in self.pattern.computed]:
             if len(p.axes[p.axis_of(name)]) == 1:
@@ -92,7 +95,7 @@ class Stage:
         return found
 
     def options(self, bound: list[Bound], sizes: Mapping[str, int], n: int) -> list[Option]:
-        """Every way to shard this call over n ranks, batch last; run whole if there is none."""
+        """The dims that this call can be sharded along over n ranks, batch last; if there is none, it runs whole."""
         found = []
         names = self.pattern.free if self.reach is None else (self.reach,)
         sums = self.pattern.summed if not (self.inside or self.around or self.reach) else ()
@@ -108,15 +111,15 @@ class Stage:
         return found or [Option(None, (None,) * len(bound), 1)]
 
     def fit(self, inputs: Sequence[TensorPattern | None], name: str, sizes: Mapping[str, int], n: int) -> bool:
-        """Tell whether what is sharded along `name`, inputs and results, can be cut so."""
+        """Tell whether all inputs and results that have the dim `name` can be cut along it."""
         return all(fits_fold(p, name, sizes, n) for p in (*inputs, *self.pattern.outputs))
 
     def adds_up(self, name: str, sizes: Mapping[str, int]) -> bool:
-        """Tell whether sums of all results may be left sharded along a dim."""
+        """Tell whether a reduce-scatter of the results can leave them sharded along a dim."""
         return sizes.get(name, 1) > 1 and all((name,) in p.axes for p in self.pattern.outputs)
 
     def refuse_statistics(self, options: list[Option]) -> None:
-        """A batch norm in training has statistics over more than a slice, whatever the pattern says."""
+        """Raise NotationError for a batch norm in train mode, whose statistics run over all slices."""
         for name, module in self.module.named_modules():
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training:
                 where = f"its {clean(name)!r}" if name else "it"
@@ -145,7 +148,7 @@ class Stage:
 
 
 def cut_for(pattern: TensorPattern | None, shape: Any, name: str, sizes: Mapping[str, int]) -> Cut | None:
-    """Where the dim `name` lies in a tensor; None if the tensor lacks it or broadcasts along it."""
+    """The cut of a tensor along the dim `name`; None if the tensor lacks the dim or broadcasts along it."""
     if pattern is None or name not in pattern.names:
         return None
     axis = pattern.axis_of(name)
@@ -156,8 +159,8 @@ def cut_for(pattern: TensorPattern | None, shape: Any, name: str, sizes: Mapping
 
 
 def fits_fold(pattern: TensorPattern | None, name: str, sizes: Mapping[str, int], n: int) -> bool:
-    """Tell whether the axis with the dim `name`, if there is one, can be sharded along it; dims of unknown size in it
-    may be longer than 1."""
+    """Tell whether the axis that has the dim `name`, if there is one, can be sharded along it. Dims of unknown size
+    count as longer than 1."""
     if pattern is None or name not in pattern.names:
         return True
     names = pattern.axes[pattern.axis_of(name)]
@@ -206,7 +209,7 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
 
 def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, nn.Module, str]]:
     """(path, submodule, text) of every submodule that a pattern matches; the key "" matches none."""
-    # a wrapped module and its wrapper share one clean path: the outer one is what the model calls
+    # a module and its wrapper have the same clean path; the model calls the wrapper
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         modules.setdefault(clean(path), module)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ByTensor(Generic[T]):
-    """A value for each of some tensors, found by the tensor itself; it keeps none of them alive."""
+    """A dict from tensors, by identity, to values. It does not keep the tensors alive."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[weakref.ref[Tensor], T]] = {}
@@ -35,7 +35,7 @@ class ByTensor(Generic[T]):
 
 
 def memory(t: Tensor) -> StorageWeakRef:
-    """Whose storage a tensor lives in: tensors that share it are views of each other."""
+    """The storage of a tensor: tensors with equal storages share memory."""
     with torch._C.DisableTorchFunction():
         try:
             return StorageWeakRef(t.untyped_storage())
@@ -44,7 +44,7 @@ def memory(t: Tensor) -> StorageWeakRef:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors of one memory have an element in common, as chunks of one dim have none."""
+    """Tell whether two tensors that share a storage have an element in common. Two chunks of one dim have none."""
     try:
         return np.shares_memory(_addresses(a), _addresses(b), max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
@@ -52,7 +52,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _addresses(t: Tensor) -> Any:
-    """An array of bytes in the place of a tensor, on any device; nobody may read it."""
+    """A numpy array with the addresses of a tensor on any device. Its bytes must not be read."""
     with torch._C.DisableTorchFunction():
         size, address = t.element_size(), t.data_ptr()
         strides = *(s * size for s in t.stride()), 1
@@ -60,20 +60,20 @@ def _addresses(t: Tensor) -> Any:
     return np.asarray(SimpleNamespace(__array_interface__=place))
 
 
-Edge = tuple[Any, int]  # a node of autograd, and which of its results
+Edge = tuple[Any, int]  # an autograd node and the number of one of its results
 
 
 def edge(t: Tensor) -> Edge | None:
-    """Where autograd takes a gradient of this tensor; None if it takes none."""
+    """The autograd edge to which the gradient of this tensor goes; None if it has no gradient."""
     with torch._C.DisableTorchFunction(), torch.enable_grad():
         if not t.requires_grad or t.grad_fn is not None:
             return (t.grad_fn, t.output_nr) if t.grad_fn is not None else None
-        viewed = t.view_as(t).grad_fn  # a leaf's own node is behind it; views made under no_grad have none
+        viewed = t.view_as(t).grad_fn  # leads to a leaf's node; a view made under no_grad has none
         return known(viewed and viewed.next_functions[0])
 
 
 def overwritten(t: Tensor) -> Edge | None:
-    """Where a gradient came to a view before it was written in place just now: its own node is nobody's any more."""
+    """The edge to which a view's gradient went before the write in place just now, which replaced its node."""
     with torch._C.DisableTorchFunction():
         write = None if base_of(t) is None else base_of(t).grad_fn
         return known(write.next_functions[0]) if write is not None and write.name().endswith("CopySlices") else None
@@ -84,9 +84,9 @@ def known(e: Any) -> Edge | None:
 
 
 def leading_to(ends: Iterable[Edge | None]) -> set[Edge]:
-    """All that a gradient at some of them comes to on its way to a leaf."""
+    """The edges through which a gradient that enters at `ends` passes on its way to a leaf."""
     reached, waiting = set[Edge](), [e for e in ends if e is not None]
-    before: dict[Any, list[Any]] = {}  # of a node those that hand it a gradient
+    before: dict[Any, list[Any]] = {}  # by node, the nodes that hand it a gradient
     while waiting:
         e = waiting.pop()
         if e not in reached:
@@ -105,7 +105,7 @@ def leading_to(ends: Iterable[Edge | None]) -> set[Edge]:
 
 
 def version(t: Tensor) -> int:
-    """Counts the writes into a tensor's memory; under inference_mode nothing does."""
+    """The number of writes into a tensor's memory; 0 under inference_mode, which does not count them."""
     if type(t) is Tensor:
         return 0 if t.is_inference() else version_of(t)
     with NO():
@@ -113,12 +113,12 @@ def version(t: Tensor) -> int:
 
 
 def _plain_dataclass(value: Any) -> bool:
-    """A dataclass that pytree takes for a leaf."""
+    """Tell whether a value is a dataclass, which pytree would take for a leaf."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a forward's output, in order: in lists, tuples, dicts and dataclasses."""
+    """The tensors in a value, in order: inside lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -131,10 +131,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def plainly(out: Any) -> Any:
-    """Drop the gradient that torch gives to views made under no_grad: it leads nowhere."""
+    """The output, detached where torch gives requires_grad to a view made under no_grad: its gradient goes nowhere."""
     if torch.is_grad_enabled() or (type(out) is Tensor and not out.requires_grad):
         return out
-    if type(out) is tuple or type(out) is list:  # as of chunk; without the pytree, for it is called often
+    if type(out) is tuple or type(out) is list:  # as chunk returns; without the pytree, since this runs often
         for t in out:
             if not isinstance(t, Tensor) or t.requires_grad:
                 break
@@ -145,7 +145,7 @@ def plainly(out: Any) -> Any:
 
 
 def constants_in(value: Any) -> list[Any]:
-    """The numbers among a forward's output: sizes, say."""
+    """The numbers in a value that are in no tensor, such as sizes that a forward returns."""
     if isinstance(value, Tensor):
         return []
     if _plain_dataclass(value):
@@ -154,14 +154,14 @@ def constants_in(value: Any) -> list[Any]:
 
 
 def map_tensors(value: Any, new: Iterable[Any]) -> Any:
-    """The same output with its tensors replaced in order."""
+    """The value with its tensors replaced, in order."""
     if isinstance(value, Tensor):
         return next(iter(new))
     return pytree.tree_map(partial(_replaced, iter(new)), value)
 
 
 def _replaced(new: Iterator[Any], v: Any) -> Any:
-    # no function within one: it would hold itself, and the tensors until the garbage is collected
+    # a nested function would hold itself, and so the tensors, until the garbage collector runs
     if isinstance(v, Tensor):
         return next(new)
     if _plain_dataclass(v):
@@ -173,7 +173,7 @@ def _replaced(new: Iterator[Any], v: Any) -> Any:
 
 
 class _Copies(TorchFunctionMode):
-    """Within it `copy.deepcopy` takes `new(t)` for a copy of a tensor t."""
+    """A mode in which `copy.deepcopy` uses `new(t)` as the copy of a tensor t."""
 
     def __init__(self, new: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -187,10 +187,10 @@ class _Copies(TorchFunctionMode):
 
 
 def remade(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
-    """The same arguments with `new(t)` for every tensor t, also of those that objects hold, which are copied for that.
+    """The arguments with `new(t)` in place of every tensor t, also inside objects, which are copied.
 
-    A call may write into an object, such as a cache of keys, and the next one must find it as it was. Modules, and what
-    cannot be copied, stay what they are.
+    A call may write into an object, such as a cache of keys, and the next call must find it unchanged. Modules, and
+    objects that cannot be copied, are passed as they are.
     """
     memo: dict[int, Any] = {}
 

@@ -28,26 +28,26 @@ def number_of(count: int, what: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table's rows as lines, its cells to the right."""
+    """The rows of a table as lines of text, with right-aligned cells."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
 
 
 def generic(name: str) -> str:
-    """The name of a module without its numbers: modules that are alike have one."""
+    """The name of a module with `*` for each number, so that equal modules share one name."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 DIGITS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
-EVERY = 0.1  # seconds between two states of a line that moves
+EVERY = 0.1  # seconds between two updates of a progress line
 
 
 class Moving:
-    """A line on stderr that says how far a long job is: on a terminal, by one of the ranks, or where `shown` asks.
+    """A progress line on stderr for a long job. Rank 0 prints it if stderr is a terminal, or if `shown` asks for it.
 
-    A job within another one leaves it to that.
+    A job inside another job prints nothing: the outer job has the line.
     """
 
     within: ContextVar[bool] = ContextVar("dsp_moving", default=False)

@@ -1,4 +1,4 @@
-"""The traits of torch functions: plain names, what they read and write, and what others have put into tables."""
+"""The traits of torch functions: plain names, what they read and write, and tables that rules fill."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dsp.private import set_backward_hooks
 
-BY_NUMBER = frozenset({"apply", "map", "map2"})  # they call Python for every number
-STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # they read memory as it lies: each rank has its own
+BY_NUMBER = frozenset({"apply", "map", "map2"})  # call Python for every element
+STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # read memory as it lies on each rank
 UNRUNNABLE = {
     "autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER},
     **{name: f"{name}()" for name in STRIDED},
@@ -29,10 +29,10 @@ has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.de
 )
 
 
-# functions whose plain name is that of another: what reads a number is no cast
+# functions that would get the plain name of another: bool(x) reads a number, x.bool() is a cast
 HOMONYMS = {
     torch.embedding: "embedding_of_weight",
-    torch.ops.aten.detach.default: "detach",  # of what an autograd.Function saves of its results
+    torch.ops.aten.detach.default: "detach",  # autograd.Function detaches results that it saves
     torch.binary_cross_entropy_with_logits: "binary_cross_entropy_by_number",
     torch.nn.functional.unfold: "im2col",
     torch.autograd.grad: "autograd_grad",
@@ -67,17 +67,17 @@ __ilshift__ __irshift__
 ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
-# which argument only gives a type and a device: how it lies is no matter
+# the position of the argument whose type and device alone are read: its layout does not matter
 DTYPE_ARG = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0, "new_empty": 0}
 
 
-# by function, or by its name, for to import some takes time: the same written out in others, whose arguments torch
-# calls otherwise
+# functions written out in others: by function, or by name for those that take time to import; and the names of
+# arguments that the written-out form calls otherwise
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {}
 KERNELS: dict[str, Callable[..., Any]] = {}
 KEYWORDS: dict[str, str] = {}
-# functions of whose result each rank may make its part alone, though nothing that they read is sharded; those of them
-# that fill it with a number
+# functions of which each rank can make its part of the result alone, though no argument is sharded; and those of them
+# that fill the result with a number
 SOURCES: set[str] = set()
 FILLED: set[str] = set()
 
@@ -85,9 +85,9 @@ FILLED: set[str] = set()
 class Traits(NamedTuple):
     """The traits of one torch function.
 
-    name: its plain name; metadata: it reads no numbers; in_place: it writes into its first argument; dtype_arg: the
-    position of an argument that may be a tensor of which the type alone is read; decomposition: the same function,
-    written out in others, which returns None for a call that it does not cover.
+    name: its plain name; metadata: it reads no elements; in_place: it writes into its first argument; dtype_arg: the
+    position of an argument that may be a tensor whose type alone is read; decomposition: the function written out in
+    others, which returns None for a call that it does not cover.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Traits(NamedTuple):
     decomposition: Callable[..., Any] | None
 
     def written_out(self, mode: Any, args: Any, kwargs: Any) -> Any:
-        """The result by the decomposition, whose operations `mode` sees; None of a call that has none."""
+        """The result by the decomposition, whose operations `mode` sees; None if it does not cover the call."""
         if self.decomposition is None or kwargs.get("out") is not None:
             return None
         if self.name == "setitem" and not isinstance(args[1], Tensor):
@@ -112,7 +112,7 @@ class Traits(NamedTuple):
 
 @cache
 def taken(function: Callable[..., Any]) -> frozenset[str]:
-    """The arguments that it takes by name."""
+    """The names of a function's arguments."""
     return frozenset(inspect.signature(function).parameters)
 
 

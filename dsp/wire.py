@@ -1,4 +1,4 @@
-"""The formats in which a switch and its adjoint travel, by their names; as it is, where nobody asks for another."""
+"""The names of the formats in which a switch and its adjoint travel; by default a tensor travels as it is."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from dsp.formats import Format
 
 SAME, AUTO = "same", "auto"
-STOCHASTIC = "-stochastic"  # behind the name of a format: so are gradients rounded
+STOCHASTIC = "-stochastic"  # suffix of a format's name: gradients are rounded stochastically
 
 
 def formats() -> dict[str, Format]:
-    """The formats in fewer bits, by their names; they are loaded when the first is asked for."""
+    """The formats in fewer bits, by name; their module is loaded when first needed."""
     return import_module("dsp.formats").FORMATS
 
 
 @lru_cache
 def format_for(wire: str, real: bool, itemsize: int) -> Format | None:
-    """The format of a tensor of real numbers, or of others, of so many bytes each; None: it travels as it is."""
+    """The format of a tensor with elements of `itemsize` bytes, floating-point if `real`; None: it travels as it is."""
     name = wire.removesuffix(STOCHASTIC)
     if name == SAME or not real or itemsize <= formats()[name].dtype.itemsize:
         return None
@@ -43,7 +43,7 @@ class Wire(NamedTuple):
 
     @classmethod
     def of(cls, given: Any) -> Wire:
-        """The formats that a user names: one for both, or each by itself. Raises ValueError for others."""
+        """The formats that a user names: one for both directions, or one for each. Raises ValueError for others."""
         if given == SAME:
             return cls()
         if given == AUTO:
@@ -62,7 +62,7 @@ class Wire(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """The formats of an op and of its adjoint, which rounds by chance."""
+        """The formats of an op and of its adjoint, which rounds stochastically."""
         return self.forward, self.backward + STOCHASTIC * (self.backward != SAME)
 
     def __str__(self) -> str:
@@ -73,6 +73,6 @@ AS_IT_IS = Wire()
 
 
 def permitted(given: Any) -> tuple[Wire, ...]:
-    """The formats that a user leaves open, from the exact one to the fewest bits. int8 has to be asked for: it has as
-    many bytes as fp8, and the larger error in blocks with outliers."""
+    """The formats that a user permits, from the exact one to the fewest bits. "auto" leaves int8 out: it has as many
+    bytes as fp8, and larger errors in blocks with outliers."""
     return (AS_IT_IS, Wire.of("bf16"), Wire.of("fp8")) if given == AUTO else (Wire.of(given),)
