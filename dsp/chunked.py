@@ -1,9 +1,9 @@
-"""A switch in several all-to-alls, so that each may travel while what the next one sends is computed.
+"""A switch in several all-to-alls, so that each travels while the data of the next one is computed.
 
-Every rank's part of one of the two dims, `cut`, is taken in as many pieces, and all-to-all i carries piece i of every
-rank. From `cut` a piece is sent as soon as it is there, and those that came are joined once all did. To `cut` all
-pieces are sent at once, and each is waited for when it is needed. Either is the other's backward, which begins with the
-last piece. The bytes are those of one switch.
+Each rank cuts its part of one of the two dims, `cut`, into pieces, and all-to-all i carries piece i of every rank. A
+switch from `cut` sends each piece as soon as it is computed, and joins the received ones when all are there. One to
+`cut` sends all pieces at once, and waits for each when it is needed. Each of the two is the backward of the other, and
+begins with the last piece. The bytes are those of one switch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dsp.wire import format_of
 
 
 class UnderWay(NamedTuple):
-    """One of the all-to-alls, and what its numbers are to become."""
+    """One of the all-to-alls, under way."""
 
     plan: SwitchPlan
     form: Format | None
@@ -37,14 +37,14 @@ class UnderWay(NamedTuple):
         return cls(plan, form, torch.ops.dsp.start(flat, *splits, group), send.dtype)
 
     def arrived(self) -> Tensor:
-        """The flat tensor that comes, once it did."""
+        """The flat tensor that arrives, after a wait."""
         came = wait(self.received)
         if self.form is None:
             return came
         return self.form.unpack(came, self.plan.out_splits, came.new_empty(sum(self.plan.out_splits), dtype=self.dtype))
 
     def parts(self) -> list[Tensor]:
-        """The part of the result that came from each rank; one piece may lie otherwise than the next."""
+        """The part of the result from each rank; the memory order may differ from piece to piece."""
         plan = self.plan
         parts = [part.view(shape) for part, shape in zip(self.arrived().split(plan.out_splits), plan.shapes)]
         return parts if plan.dst_leads else [part.movedim(0, plan.src) for part in parts]
@@ -53,8 +53,9 @@ class UnderWay(NamedTuple):
 class ChunkedSwitch:
     """One switch in `count` pieces of the dim `cut`, between tensors sharded along `cut` and along `other`.
 
-    Behind what makes the pieces it leads from `cut` to `other`: `send` each in order, then `join`. Before what takes
-    them it leads from `other` to `cut`: `start` gives a token for each, which `take` makes the piece of once it came.
+    After the code that computes the pieces, it switches from `cut` to `other`: `send` each in order, then `join`.
+    Before the code that reads the pieces, it switches from `other` to `cut`: `start` returns a token for each piece,
+    and `take` waits for the piece of a token.
     """
 
     def __init__(
@@ -73,20 +74,20 @@ class ChunkedSwitch:
         self.tokens.append(_Send.apply(piece, self, len(self.tokens)))
 
     def join(self) -> Tensor:
-        """The switched tensor, once all pieces came."""
-        tokens, self.tokens = self.tokens, []  # their nodes hold this: it may not hold them
+        """Wait for all pieces, and return the switched tensor."""
+        tokens, self.tokens = self.tokens, []  # their autograd nodes hold this object, which may not hold them
         return _Join.apply(self, *tokens)
 
     def start(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Send all pieces of the others' parts; a token for each of this rank's own, which are under way."""
+        """Send all pieces, and return a token for each of this rank's own, which are under way."""
         return _Start.apply(x, self)
 
     def take(self, token: Tensor, i: int) -> Tensor:
-        """The piece of a token, in the token's type."""
+        """Wait for the piece of a token, and return it in the token's dtype."""
         return _Take.apply(token, self, i).to(token.dtype)
 
     def let_go(self) -> None:
-        """Wait for what nobody will read any more: torch keeps it for good otherwise."""
+        """Wait for pieces that nobody will read, since torch would keep their memory otherwise."""
         for piece in self.under_way.values():
             wait(piece.received)
         self.under_way.clear()
@@ -95,21 +96,21 @@ class ChunkedSwitch:
     # --- without autograd ---
 
     def launch(self, i: int, piece: Tensor) -> None:
-        """Send a piece of this rank's part to where it is sharded along `other`."""
+        """Send piece i of this rank's part, towards the layout along `other`."""
         parts = tuple(own[i] for own in self.pieces)
         where = tuple(piece.shape), self.cut, self.other, parts, self.there, self.rank, order_of(piece)
         plan = switch_plan_of_parts(*where)
         self.under_way[i] = UnderWay.start(plan, plan.pack(piece), self.group, self.formats[0])
 
     def collect(self) -> Tensor:
-        """All pieces, once they came, as a part that is sharded along `other`."""
+        """Wait for all pieces, and join them to this rank's part along `other`."""
         came = [self.under_way.pop(i) for i in range(self.count)]
         parts = [piece.parts() for piece in came]
         in_order = [parts[i][r] for r in range(len(self.pieces)) for i in range(self.count)]
         return came[0].plan.join((), parts=in_order)
 
     def deal(self, x: Tensor, order: Iterable[int]) -> None:
-        """Send a part that is sharded along `other` as pieces of `cut`, in this order."""
+        """Send this rank's part along `other` as pieces along `cut`, in this order."""
         sizes, shape = [own[i] for own in self.pieces for i in range(self.count)], [*x.shape]
         blocks: list[Tensor] = []
         for i in order:
@@ -124,13 +125,13 @@ class ChunkedSwitch:
             self.under_way[i] = UnderWay.start(plan, send, self.group, self.formats[1])
 
     def piece(self, i: int) -> Tensor:
-        """A piece of this rank's part, once it came."""
+        """Wait for piece i of this rank's part along `cut`."""
         came = self.under_way.pop(i)
         return came.plan.unpack(came.arrived())
 
 
 class _Send(torch.autograd.Function):
-    """The token of a piece on its way, which is empty: it ties what was sent to what comes of it."""
+    """The token of a piece under way: an empty tensor that connects the piece to the result in autograd."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, switch: ChunkedSwitch, i: int) -> Tensor:
@@ -145,7 +146,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The tensor of all tokens; its gradient goes back in pieces, the last of which backward comes to first."""
+    """The result of all tokens. Its gradient goes back in pieces, the last piece first, as backward needs them."""
 
     @staticmethod
     def forward(ctx: Any, switch: ChunkedSwitch, *tokens: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """The tokens of the pieces that come for a tensor that is sent."""
+    """The tokens of the pieces that arrive when a tensor is sent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, switch: ChunkedSwitch) -> tuple[Tensor, ...]:
@@ -176,7 +177,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """The piece of a token; its gradient is sent as soon as it is there."""
+    """The piece of a token. Its gradient is sent as soon as it is computed."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, switch: ChunkedSwitch, i: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Counting what is really communicated: every DSP collective, by phase, exactly."""
+"""Exact counts of the collectives that run, by phase."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dsp.sent import COLLECTIVES
 
 
 class Traffic:
-    """Calls and bytes sent by this rank, by collective: switch, gather, reduce_scatter, all_reduce, rows; of a switch
-    that is not direct (`dsp.Route`) by link: switch_within nodes and switch_between."""
+    """Calls and bytes sent by this rank, by collective: switch, gather, reduce_scatter, all_reduce, rows. A switch that
+    is not direct (`dsp.Route`) counts by link: switch_within nodes and switch_between."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -26,12 +26,11 @@ class count_comm(TorchDispatchMode):
     """Count the collectives of a block of code: ``with dsp.count_comm() as comm: ...; comm.forward.calls["switch"]``.
 
     Attributes `forward`, `backward` and `recompute` (forward work repeated inside backward by activation checkpointing)
-    are `Traffic`; `calls` and `bytes` are the totals of all three. Bytes are those this rank sends to others, which is
-    what travels: its own part stays. One context covers forward and backward together, of the thread that entered it;
-    a backward that another thread calls is counted by a context there.
+    are `Traffic`; `calls` and `bytes` are the totals of all three. Bytes are those that this rank sends to others; its
+    own part does not count. One context covers forward and backward of the thread that entered it; a backward that
+    another thread calls is counted by a context there.
 
-    Collectives other than DSP's that go through torch's functional collectives (a stray DTensor redistribution, say)
-    are counted under their own names.
+    Other functional collectives of torch (of a stray DTensor redistribution, say) count under their own names.
     """
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class count_comm(TorchDispatchMode):
         if func.namespace in ("dsp", "_c10d_functional", "_dtensor") and name in COLLECTIVES:
             traffic = self.forward
             if backward_pass() != -1:
-                # a collective of ours in backward is its adjoint's, or else it is forward work done again
+                # in backward, one of our collectives belongs to an adjoint, or to forward work that is recomputed
                 again = func.namespace == "dsp" and not OURS.search(backward_node())
                 traffic = self.recompute if again else self.backward
             for kind, calls, nbytes in COLLECTIVES[name].counted(*args):
@@ -70,7 +69,7 @@ class count_comm(TorchDispatchMode):
 
 
 OURS = re.compile(
-    "dsp_(switch|gather|reduce_scatter|all_reduce|rows|deal|collect|ring_attention)|SplitInput|WholeInput|_Launch|_Await|_Ahead"
-    "|_Send|_Join|_Start|_Take"
+    "dsp_(switch|gather|reduce_scatter|all_reduce|rows|deal|collect|ring_attention)|SplitInput|WholeInput|_Launch|_Await"
+    "|_Ahead|_Send|_Join|_Start|_Take"
     "|CompiledFunction"
 )

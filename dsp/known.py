@@ -1,4 +1,4 @@
-"""Models whose dims are known: `known.json` has a line for each class, which the tests hold to docs/diffusers.md."""
+"""Models with known stages: `known.json` has the line of each class. Tests compare it with docs/diffusers.md."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def table() -> dict[str, Any]:
 
 
 def classes(model: Any) -> list[str]:
-    """Names of the classes of the package that an object is of, the nearest first."""
+    """The names of an object's classes that belong to the package, the most derived first."""
     package = table()["package"]
     return [kind.__name__ for kind in type(model).__mro__ if kind.__module__.partition(".")[0] == package]
 
 
 def stages_for(model: nn.Module) -> dict[str, str] | None:
-    """The stages of a model whose class is known; None for any other.
+    """The stages of a model whose class is known; None for others.
 
-    A forward that takes other arguments than the line was tried with is told, once for a class.
+    It warns, once a class, if the forward takes other arguments than in the version that was tried.
     """
     entry = next((found for name in classes(model) if (found := table()["models"].get(name))), None)
     if entry is None:

@@ -1,4 +1,4 @@
-"""The option by which switches travel while stages compute: how many pieces, or hardware by which a plan decides."""
+"""The option `overlap`: the number of pieces of a switch that travels while stages compute, or hardware to decide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dsp.hardware import Hardware, measured
 
 AUTO = "auto"
-MOST = 4  # pieces; with more the links' latency counts, and what is hidden hardly grows
+MOST = 4  # pieces; with more, latency grows and hardly more is hidden
 Overlap = int | Hardware | None
 
 
@@ -19,8 +19,8 @@ def overlap_of(
 ) -> Overlap:
     """The option `overlap` as a plan takes it: a number of pieces, hardware to decide by, or None.
 
-    given: as for `dsp.parallelize`. "auto" is `hardware`, or else that of a mesh, measured on all of its ranks: its
-    links, and its products in `dtype`. Raises ValueError for what is no such option, and for "auto" without either.
+    given: as for `dsp.parallelize`. "auto" stands for `hardware`, or for that of `mesh`, measured on all of its ranks:
+    links, and matrix products in `dtype`. Raises ValueError for other values, and for "auto" with neither of the two.
     """
     refuse_overlap(given)
     if given != AUTO:
@@ -34,7 +34,7 @@ def overlap_of(
 
 
 def refuse_overlap(given: Any) -> None:
-    """Raise ValueError for what is no such option."""
+    """Raise ValueError for a value that is no overlap option."""
     pieces = isinstance(given, int) and not isinstance(given, bool) and 2 <= given <= MOST
     if not (given is None or given == AUTO or pieces or isinstance(given, Hardware)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Switches in two halves, to overlap with computation: launched in one place, and waited for in another."""
+"""Switches in two halves, launched in one place and waited for in another, to overlap with computation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from dsp.wire import AS_IT_IS, Wire, format_of
 
 
 class PendingSwitch:
-    """A switch under way. Forward and backward each run in two halves, so both can overlap with computation.
+    """A switch under way. Forward and backward each run in two halves, so that both can overlap with computation.
 
-    The two halves are tied by an empty token tensor: uneven buffers may not travel through autograd, which checks
-    shapes.
+    An empty token tensor connects the halves in autograd, which checks shapes and would refuse uneven buffers.
     """
 
     def __init__(self, x: Tensor, src: int, dst: int, src_size: int, group: str) -> None:
@@ -44,7 +43,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:
         pending = ctx.pending
-        return pending.run_observed.unpack(wait(pending.__dict__.pop("grad_buffer"))), None
+        return pending.back.unpack(wait(pending.__dict__.pop("grad_buffer"))), None
 
 
 class _Await(torch.autograd.Function):
@@ -60,17 +59,18 @@ class _Await(torch.autograd.Function):
         src, dst, _, group = pending.args
         size = pending.there.shape[dst]
         run_observed(ctx, notify, "switch", grad, dst, src, size, group)
-        pending.run_observed = switch_plan(grad, dst, src, size, group)
-        pending.grad_buffer = pending.run_observed.exchange(pending.run_observed.pack(grad), group, later=True)
+        pending.back = switch_plan(grad, dst, src, size, group)
+        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group, later=True)
         return grad.new_empty(0), None
 
 
 def ahead(
     x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int], wire: Wire = AS_IT_IS
 ) -> tuple[Tensor, Callable[[], None]]:
-    """A switch under way, with the tensor that it makes: its place is there, its numbers are once the function ran.
+    """A switch under way: its result, allocated but without data, and a function that waits and fills the result.
 
-    Until then nobody may read it, but views of it may be taken. Its gradient is switched in one go.
+    Before that function ran, the result must not be read, but views of it may be taken. Its gradient is switched in one
+    collective.
     """
     arrived = list[Callable[[], None]]()
     out = _Ahead.apply(x, (src, dst, src_size, group, *(pieces or ((), ())), *wire.names), arrived)
@@ -82,13 +82,13 @@ class _Ahead(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, where: Any, arrived: list[Callable[[], None]]) -> Tensor:
         src, dst, size, group, came, gone, wire, back = where
         save_observer(ctx)
-        ctx.run_observed = dst, src, x.shape[dst], group, gone, came, back, wire
+        ctx.back = dst, src, x.shape[dst], group, gone, came, back, wire
         notify("switch", x, *where)
         plan, form = switch_plan(x, src, dst, size, group, came, gone), format_of(wire, x.dtype)
         received = plan.exchange(plan.pack(x), group, form, later=True)
         numbers = received if form is None else x.new_empty(sum(plan.out_splits))
         out = alone(plan.room(numbers))
-        room = out.data  # with a count of writes of its own: to autograd what comes is no write
+        room = out.data  # has its own version counter, so that autograd does not see the data that arrives as a write
 
         def arrive() -> None:
             waited = wait(received)
@@ -99,4 +99,4 @@ class _Ahead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return run_observed(ctx, torch.ops.dsp.switch, grad, *ctx.run_observed), None, None
+        return run_observed(ctx, torch.ops.dsp.switch, grad, *ctx.back), None, None

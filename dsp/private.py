@@ -1,7 +1,7 @@
-"""The parts of torch that torch may change without notice: each under one name, with what it stands for here.
+"""The parts of torch that torch may change without notice, each under one name, with what dsp uses it for.
 
-`test_private.py` has a case of each name and says which one broke; no other file of dsp reaches behind torch's
-public names, but for `torch._C.DisableTorchFunction` and its like, which torch's documentation shows, and names of ops.
+`test_private.py` has a case for each name, and says which one broke. No other file of dsp uses private names of torch,
+except `torch._C.DisableTorchFunction` and its like, which torch's documentation shows, and names of ops.
 """
 
 from __future__ import annotations
@@ -15,72 +15,72 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_work  # what waits for a tensor waits for that
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level  # within torch.func
-from torch._ops import OpOverload  # an op below autograd
-from torch._subclasses.fake_tensor import (  # tensors with a shape and without data, to trace with; what they cannot
+from torch._C._distributed_c10d import _register_work  # waits for a tensor wait for it too
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level  # torch.func
+from torch._ops import OpOverload  # an op, as seen below autograd
+from torch._subclasses.fake_tensor import (  # tensors without data; their errors
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed._functional_collectives import AsyncCollectiveTensor  # what they return; registers their ops
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # their result; registers the ops
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # the group that an op was given the name of
+from torch.distributed.distributed_c10d import _resolve_process_group  # from a name to the group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # placements, global shape and strides
 from torch.distributed.tensor.placement_types import _StridedShard  # a dim inside a fold, sharded
-from torch.multiprocessing.reductions import StorageWeakRef  # which memory a tensor lives in
-from torch.nn.modules.batchnorm import _BatchNorm  # every norm over the batch
-from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode  # glue steps aside inside of a stage
-from torch.utils import _pytree as pytree  # tensors inside of any arguments
-from torch.utils._mode_utils import no_dispatch  # past every dispatch mode
-from torch.utils._python_dispatch import (  # sees every op below autograd: to count, to trace
+from torch.multiprocessing.reductions import StorageWeakRef  # identifies the memory of a tensor
+from torch.nn.modules.batchnorm import _BatchNorm  # the base of all batch norms
+from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode  # modes leave while a stage runs
+from torch.utils import _pytree as pytree  # tensors inside any arguments
+from torch.utils._mode_utils import no_dispatch  # skips all dispatch modes
+from torch.utils._python_dispatch import (  # sees every op below autograd
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
 
-# autograd nodes that may stand between a model and what it was given: from_local, fully_shard, casts and copies
+# autograd nodes that may stand between a model and its inputs: of from_local, fully_shard, casts and copies
 PASSING = frozenset(
     """
 _FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 CloneBackward0 AliasBackward0
 """.split()
 )
 LEAF = "torch::autograd::AccumulateGrad"
-COMPILERS_OWN = "torch._dynamo.exc"  # where the errors of torch.compile are from
-FLEX = "torch.nn.attention.flex_attention"  # the module of functions that read no place: those of no mask, no change
-is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # whether two tensors live in one memory
-APPLIES: Any = torch.autograd.function._SingleLevelFunction  # whose `apply` every function comes to, however bound
-GRAD_SWITCH = torch._C._set_grad_enabled  # as a graph records it
-OF_AN_OP = "GeneratedBackwardFor"  # the nodes of ops that have a formula for their gradient, though it is a function
+COMPILERS_OWN = "torch._dynamo.exc"  # the module of torch.compile's errors
+FLEX = "torch.nn.attention.flex_attention"  # the module of the functions for "no mask" and "no change of scores"
+is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # tells whether two tensors share a storage
+APPLIES: Any = torch.autograd.function._SingleLevelFunction  # every autograd.Function inherits its `apply`
+GRAD_SWITCH = torch._C._set_grad_enabled  # the form that a graph records
+OF_AN_OP = "GeneratedBackwardFor"  # in the names of autograd nodes of custom ops with a registered gradient
 
 
-# as getters written in C, for paths on which a Python call would be noticed
+# getters written in C, for paths where a Python call would cost too much
 children_of, parameters_of, buffers_of = map(attrgetter, ("_modules", "_parameters", "_buffers"))  # of a module itself
 hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")  # of a module: ordered dicts, by handle
 backward_hooks_of = attrgetter("_backward_pre_hooks", "_backward_hooks")
-compiled_call = attrgetter("_compiled_call_impl")  # what the module's compile() made, or None
+compiled_call = attrgetter("_compiled_call_impl")  # the result of the module's compile(), or None
 schema_of = attrgetter("_schema")  # of an op
-storage_id = attrgetter("_cdata")  # of a storage: where it is
-base_of = attrgetter("_base")  # of a view: the tensor that it is a view of
-version_of = attrgetter("_version")  # of a tensor: how often it was written
+storage_id = attrgetter("_cdata")  # of a storage: its address
+base_of = attrgetter("_base")  # of a view: its base
+version_of = attrgetter("_version")  # of a tensor: the number of writes
 is_view = Tensor._is_view
-values_of = Tensor._values  # of a sparse tensor, as they are stored
+values_of = Tensor._values  # of a sparse tensor: the stored values
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
-    """Replace what the module's compile() made."""
+    """Replace the result of the module's compile()."""
     module._compiled_call_impl = call
 
 
 def applied(module: nn.Module, function: Any) -> nn.Module:
-    """The module with `function` of each parameter and buffer in its place."""
+    """Replace each parameter and buffer of a module by `function` of it."""
     return module._apply(function)
 
 
 def fsdp_precision(module: Any) -> tuple[dict[int, torch.dtype], torch.dtype | None, torch.dtype | None]:
-    """Types that `fully_shard` casts to: a module's parameters, by the ids of their shards, its inputs, its outputs."""
+    """The dtypes to which `fully_shard` casts: parameters (by the ids of their shards), inputs and outputs."""
     state = module._get_fsdp_state()
     policy = state._mp_policy
     groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there was one
@@ -91,39 +91,39 @@ def fsdp_precision(module: Any) -> tuple[dict[int, torch.dtype], torch.dtype | N
 
 
 def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
-    """`torch.distributed`'s, under way, to be waited for: by the group itself, in two thirds of the host time."""
+    """Begin an all-gather by the group itself, in two thirds of the host time of `torch.distributed`'s function."""
     gather = getattr(group, "all_gather_single", None) or group._allgather_base  # renamed in torch 2.13
     return gather(everyone, mine)
 
 
 def all_to_all(out: Tensor, flat: Tensor, out_splits: list[int], in_splits: list[int], group: Any) -> Any:
-    """Likewise `torch.distributed.all_to_all_single`."""
+    """Begin an all-to-all in the same way."""
     exchange = getattr(group, "all_to_all_single", None) or group.alltoall_base  # renamed in torch 2.13
     return exchange(out, flat, out_splits, in_splits)
 
 
 def arrives_by(out: Tensor, works: Sequence[Any]) -> None:
-    """Let whoever waits for a tensor, as for what torch's functional collectives return, wait for these works."""
+    """Make a wait for the tensor, as for the results of functional collectives, wait for these works."""
     for work in works:
         _register_work(out, work)
 
 
 def joined_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of several named axes as one axis, over the same ranks in the same order: made once for each mesh."""
+    """A mesh of several named axes as one axis, over the same ranks in the same order; made once a mesh."""
     return mesh._flatten()
 
 
 def uncompiled(func: Any) -> Any:
-    """Not to be made part of a compiled caller, which calls it as it runs; the compiler is not loaded for that."""
+    """Mark a function that compiled callers call and do not compile, without loading the compiler."""
     func._torchdynamo_disable = True
     return func
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """A tensor or parameter as `like`, contiguous and without data: what ``torch.empty`` makes under the mode.
+    """A fake tensor or parameter of the shape of `like`, contiguous, as ``torch.empty`` makes it under the mode.
 
-    A tenth of its time: a fake parameter is made for each of a model, in every trace. device: by default that of
-    `like`, and the CPU for the meta device.
+    It takes a tenth of the time, which counts since every trace makes one for each parameter of the model. device: by
+    default that of `like`, and the CPU for the meta device.
     """
     device = device or (torch.device("cpu") if like.is_meta else like.device)
     with no_dispatch():
@@ -136,7 +136,7 @@ def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype, device: 
 
 @contextmanager
 def any_device() -> Iterator[None]:
-    """While nothing is computed flex_attention takes what needs gradients on a device that it has no backward for."""
+    """Let flex_attention, while nothing is computed, take tensors with gradients where it has no backward."""
     module, name = sys.modules.get("torch.nn.attention.flex_attention"), "_validate_device"
     refuses = getattr(module, name, None)
     if refuses is not None:
@@ -149,19 +149,19 @@ def any_device() -> Iterator[None]:
 
 
 def graph_of(function: Any, *args: Any) -> Any:
-    """A function as a graph of the operations that it does, above autograd; run on tensors without data."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # loads a compiler's modules, which few need
+    """A function as a graph of its operations above autograd, traced on tensors without data."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # takes long to import, and few need it
 
     return make_fx(function, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*args)
 
 
 def compiler_loaded() -> bool:
-    """Tell whether anybody may have compiled anything."""
+    """Tell whether torch.compile may have been used."""
     return "torch._dynamo" in sys.modules
 
 
 def compiled_callers() -> Iterator[Any]:
-    """The functions given to torch.compile that the caller stands in, though it was put aside; the inner ones first."""
+    """The functions given to torch.compile from which the caller is called, the innermost first."""
     frame = sys._getframe(1) if compiler_loaded() else None
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
@@ -171,9 +171,9 @@ def compiled_callers() -> Iterator[Any]:
 
 @contextmanager
 def compiling(kinds: int) -> Iterator[None]:
-    """Where torch.compile works, though it is put aside around, for so many kinds of arguments of one function.
+    """A context in which torch.compile works although it is off around it, for `kinds` kinds of arguments a function.
 
-    It does not where a mode sees every op, as those do that count: the compiler's own are none of theirs.
+    Dispatch modes, such as those that count, are off in it: the compiler does not work under them.
     """
     with (
         torch.compiler.set_stance("default"),
@@ -184,17 +184,17 @@ def compiling(kinds: int) -> Iterator[None]:
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A shell round `local`, without autograd and without a word to other ranks."""
+    """A DTensor around `local`, without autograd and without communication."""
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
 def opened(x: DTensor) -> tuple[Tensor, DTensorSpec]:
-    """The parts of a DTensor, without autograd."""
+    """The local tensor and the spec of a DTensor, without autograd."""
     return x._local_tensor, x._spec
 
 
 def backward_pass() -> int:
-    """A number of the running backward pass, another one for each; -1 outside of backward."""
+    """A number that identifies the running backward pass; -1 outside of backward."""
     return torch._C._current_graph_task_id()
 
 
@@ -205,18 +205,17 @@ def backward_node() -> str:
 
 
 def after_backward(call: Any) -> None:
-    """Call this when the running backward pass is through, in whichever of its threads ends it."""
+    """Call a function when the running backward pass ends, in the thread that ends it."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that run now on what is saved for backward
+saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # the active saved-tensor hooks
 
 
 def checkpoint_frame() -> Any:
     """The activation checkpoint (non-reentrant) that the current code runs in, if any.
 
-    It is known by the hook that packs what backward needs: a closure over `frame`, whose `recompute_fn` runs the region
-    again.
+    It is found by its saved-tensor hook: a closure over `frame`, whose `recompute_fn` runs the region again.
     """
     hooks = saving_hooks(False)
     pack = hooks[0] if hooks else None
@@ -238,7 +237,7 @@ CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 def checkpoint_arguments(frame: Any) -> Sequence[Any]:
-    """The arguments of the activation checkpoint of this frame, in which the caller runs."""
+    """The arguments of the activation checkpoint `frame`, in which the caller runs."""
     caller: Any = sys._getframe(1)
     while caller is not None:
         if caller.f_code is CHECKPOINT:
@@ -250,17 +249,17 @@ def checkpoint_arguments(frame: Any) -> Sequence[Any]:
 
 
 def compared_as(frame: Any, plain: Callable[[Any], Any]) -> None:
-    """Have an activation checkpoint compare `plain(x)` of all that it keeps and computes again."""
+    """Make an activation checkpoint compare `plain(x)` of each tensor that it saved and recomputed."""
     if (metadata := frame.metadata_fn) is not None:
         frame.metadata_fn = lambda x: metadata(plain(x))
 
 
 class Recompute:
-    """The recomputation of an activation checkpoint within a context, `around()`; it takes its place in the frame.
+    """The recomputation of an activation checkpoint inside a context, `around()`. It replaces `frame.recompute_fn`.
 
-    key: who asked for the context, which is entered once for each. plain: the tensor whose metadata is compared, of one
-    that the checkpoint keeps. given: the arguments as they were, of those that were kept: what keeps them may be the
-    hooks of another checkpoint, from which they come back as plain tensors.
+    key: the owner of the context, which is entered once for each owner. plain: maps a saved tensor to the one whose
+    metadata is compared. given: restores the arguments from the saved ones, which come back as plain tensors if the
+    hooks of another checkpoint saved them.
     """
 
     def __init__(
@@ -278,7 +277,7 @@ class Recompute:
 
     @staticmethod
     def known(frame: Any, key: Any) -> bool:
-        """Tell whether a checkpoint has a context of this key."""
+        """Tell whether a checkpoint has a context for this key."""
         run = frame.recompute_fn
         while isinstance(run, Recompute):
             if run.key is key:
@@ -287,7 +286,7 @@ class Recompute:
         return False
 
 
-# what the collector of garbage calls on a tensor that goes, whatever runs then
+# the garbage collector calls this for a dying tensor, at any time
 set_backward_hooks: Any = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
 
 

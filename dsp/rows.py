@@ -1,8 +1,8 @@
-"""Rows of a sharded dim, from the ranks that hold them: what a window, a join or a slice along the dim reads.
+"""Rows of a sharded dim that other ranks hold, for operations along the dim: windows, joins, slices.
 
-An operation along a sharded dim may need rows that lie on other ranks: a convolution those beside its own (a halo), a
-concatenation or a slice those that its result's chunks are made of. Each rank reads one span of the dim. Who sends what
-to whom follows from the spans, which all ranks know, so that all rows travel in one all-to-all and none travels twice.
+An operation along a sharded dim may read rows of other ranks: a convolution the neighbouring rows (a halo), a
+concatenation or a slice the rows of its result's chunks. Each rank reads one span of the dim. All ranks know all spans,
+and so what each sends to each: all rows travel in one all-to-all, and none travels twice.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ Span = tuple[int, int]  # start and stop
 
 
 class Rows(NamedTuple):
-    """The rows of dim `dim`, of global `size`, that each rank reads of a tensor sharded along it, or whole."""
+    """The rows of dim `dim`, of global `size`, that each rank reads; the tensor is sharded along the dim, or whole."""
 
     dim: int
     size: int
     spans: tuple[Span, ...]  # by rank
 
     def travel(self) -> bool:
-        """Tell whether anything of a sharded tensor has to be sent."""
+        """Tell whether any rank has to send rows of a sharded tensor."""
         n = len(self.spans)
         return any(lengths[r] for q, lengths in enumerate(meetings(self.size, self.spans)) for r in range(n) if r != q)
 
     def sent(self, shape: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
-        """Bytes that each rank sends of a tensor of global `shape`: forward, and of its gradient on the way back."""
+        """The bytes that each rank sends of a tensor of global `shape`: in forward, and of its gradient in backward."""
         n, row = len(self.spans), itemsize
         for d, size in enumerate(shape):
             row *= 1 if d == self.dim else size
         met = meetings(self.size, self.spans)
         there = [row * sum(met[q][r] for r in range(n) if r != q) for q in range(n)]
-        run_observed = [row * sum(met[q][r] for q in range(n) if q != r) for r in range(n)]
-        return there, run_observed
+        back = [row * sum(met[q][r] for q in range(n) if q != r) for r in range(n)]
+        return there, back
 
 
 @lru_cache(maxsize=4096)
@@ -59,14 +59,18 @@ def starts_of(size: int, n: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def meetings(size: int, spans: tuple[Span, ...]) -> tuple[tuple[int, ...], ...]:
-    """How many rows of each rank's chunk (first index) each rank reads."""
+    """The number of rows that each rank (second index) reads of each rank's chunk (first index)."""
     n = len(spans)
     chunks = [(start, start + length) for start, length in zip(starts_of(size, n), chunk_sizes(size, n))]
     return tuple(tuple(max(0, min(b, d) - max(a, c)) for c, d in spans) for a, b in chunks)
 
 
 class _RowExchange:
-    """One tensor's exchange on one rank: where in its chunk lie the rows that others read, and in its span theirs."""
+    """The exchange of one tensor on one rank.
+
+    given: for each rank, start and length of the rows it reads in this rank's chunk; taken: those of its rows in
+    this rank's span.
+    """
 
     def __init__(self, dim: int, size: int, spans: tuple[Span, ...], rank: int) -> None:
         n = len(spans)
@@ -92,20 +96,20 @@ def ways_of(dims: Sequence[int], sizes: Sequence[int], spans: Sequence[int], gro
 
 
 def _swap(pieces: list[list[Tensor]], shapes: list[list[list[int]]], group: str) -> list[list[Tensor]]:
-    """To each rank its pieces, one of every tensor, in one exchange; what comes from each, in these shapes."""
+    """Send each rank its pieces, one of every tensor, in one exchange; return the received ones, in these shapes."""
     dtypes = [p.dtype for p in pieces[0]]
-    raw = len(set(dtypes)) > 1  # as bytes, then
+    raw = len(set(dtypes)) > 1  # then as bytes
     flat = [torch.cat([in_a_row(p, raw) for p in own]) for own in pieces]
     width = [p.element_size() if raw else 1 for p in pieces[0]]
     lengths = [[w * math.prod(s) for w, s in zip(width, own)] for own in shapes]
     received = exchanged(torch.cat(flat), list(map(sum, lengths)), [p.numel() for p in flat], group)
     came = received.split([k for own in lengths for k in own])
-    parts = iter([p.clone() for p in came] if raw else came)  # bytes of another type begin anywhere
+    parts = iter([p.clone() for p in came] if raw else came)  # bytes may not be aligned for their dtype
     return [[next(parts).view(t).view(s) for t, s in zip(dtypes, own)] for own in shapes]
 
 
 def in_a_row(t: Tensor, raw: bool) -> Tensor:
-    """Its numbers one after the other, or their bytes."""
+    """The elements of a tensor as a flat tensor; with `raw`, their bytes."""
     flat = t.reshape(-1).contiguous()
     return flat.view(torch.uint8) if raw else flat
 
@@ -129,7 +133,7 @@ def _rows(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int],
 
 
 def _rows_home(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
-    """The adjoint: to every chunk what was read of it, added up (in fp32 at least)."""
+    """The adjoint: each chunk gets the sum of the gradients of the rows read from it, added in fp32 at least."""
     ways, (n, rank) = ways_of(dims, sizes, spans, group), ranks(group)
     pieces = [[g.narrow(w.dim, *(w.taken[q] if q != rank else (0, 0))) for g, w in zip(grads, ways)] for q in range(n)]
     shapes = [[_with(g, w.dim, w.given[r][1] if r != rank else 0) for g, w in zip(grads, ways)] for r in range(n)]

@@ -1,4 +1,4 @@
-"""The bytes that a rank sends in each collective, by the name of its op: a table that any op may be put into."""
+"""The bytes that a rank sends in each collective: a table by op, to which any package may add its ops."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dsp.wire import SAME, format_of
 
 
 class Collective(NamedTuple):
-    kind: str  # under which it is counted
-    sent: Callable[..., int]  # bytes, of the arguments of the op
-    calls: Callable[..., int] | None = None  # how many it makes, likewise; None: one
-    dealt: Callable[..., Sequence[Dealt]] | None = None  # bytes in each of them, of one that may go in legs
+    kind: str  # the name under which it is counted
+    sent: Callable[..., int]  # from the op's arguments to bytes
+    calls: Callable[..., int] | None = None  # from the arguments to the number of calls; None: one
+    dealt: Callable[..., Sequence[Dealt]] | None = None  # the bytes of each call, for ops that may go in legs
 
     def counted(self, *args: Any) -> Sequence[tuple[str, int, int]]:
-        """The kinds under which it is counted, each with calls and bytes."""
-        if self.dealt is None or (ways := ways_of(args[4])[1]) is None:  # where the group of a switch is
+        """The calls and bytes of one call of the op, by kind."""
+        if self.dealt is None or (ways := ways_of(args[4])[1]) is None:  # args[4] is the group of a switch
             return ((self.kind, 1 if self.calls is None else self.calls(*args), self.sent(*args)),)
         found, rank = list[tuple[str, int, int]](), ranks(args[4])[1]
         for dealing in self.dealt(*args):
@@ -44,7 +44,7 @@ def counts(
     calls: Callable[..., int] | None = None,
     dealt: Callable[..., Sequence[Dealt]] | None = None,
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Put ops into the table; what is decorated has the bytes of one call with such arguments."""
+    """Put ops into the table. The decorated function returns the bytes of one call from the op's arguments."""
 
     def register(sent: Callable[..., int]) -> Callable[..., int]:
         COLLECTIVES.update({name: Collective(kind, sent, calls, dealt) for name in names})
@@ -58,7 +58,7 @@ def nbytes(x: Tensor) -> int:
 
 
 def to_each(x: Tensor, dst: int, group: str, pieces: Sequence[int] = ()) -> list[int]:
-    """How many numbers of a tensor that is switched to `dst` go to each rank; to this one none."""
+    """The elements of a tensor, switched to `dst`, that go to each other rank; 0 for this one."""
     n, rank = ranks(group)
     size = x.shape[dst]
     parts = chunk_sizes(tuple(pieces) or size, n)
@@ -66,7 +66,7 @@ def to_each(x: Tensor, dst: int, group: str, pieces: Sequence[int] = ()) -> list
 
 
 def in_format(wire: str, dtype: torch.dtype, numbers: Sequence[int]) -> int:
-    """Bytes of so many numbers for each rank."""
+    """The bytes of `numbers` elements for each rank."""
     form = format_of(wire, dtype)
     return sum(numbers) * dtype.itemsize if form is None else sum(map(form.nbytes, numbers))
 
@@ -75,7 +75,7 @@ def dealt(
     x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Sequence[int] = (),
     dst_pieces: Sequence[int] = (), wire: str = SAME, back: str = SAME,
 ) -> list[Dealt]:  # fmt: skip
-    """The bytes that ranks send to each other in the exchange of a switch."""
+    """The bytes that ranks send each other in a switch."""
     form = format_of(wire, x.dtype)
     nbytes = x.element_size().__mul__ if form is None else form.nbytes
     return [InUnits([(switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces), nbytes)])]
