@@ -71,7 +71,7 @@ NAMES = {
     "run.parallel": "parallelize",
 }
 FOUND_IN = {name: module for module, names in NAMES.items() for name in names.split()}
-for _package in ("check", "plan"):  # of functions' names, which they would take when something of them is imported
+for _package in ("check", "plan"):  # packages named like functions: imported later, they would replace these
     import_module(f"dsp.{_package}")
     del globals()[_package]
 

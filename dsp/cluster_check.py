@@ -55,7 +55,7 @@ SLOW = 0.25  # of the raw exchange's speed, on GPUs; on CPUs the copies of a swi
 
 @dataclass
 class Finding:
-    """One line of the report: whether it is "ok", a "warning" or "FAILED", about what, and what was found."""
+    """One line of the report: the state ("ok", "warning" or "FAILED"), the subject and the finding."""
 
     state: str
     what: str
@@ -74,9 +74,10 @@ def hosts_of(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def layout(names: Sequence[str], sp: int | None) -> tuple[int, list[Finding]]:
-    """The size of sp groups and what there is to say of them, from the host name of every rank.
+    """The size of sp groups, and findings about them, from the host name of every rank.
 
-    Without `sp` it is what every host has, if all have as many. A ValueError if the groups do not come out even.
+    Without `sp` it is the number of ranks of a host, if all hosts have equally many. Raises ValueError if the groups do
+    not come out even.
     """
     hosts, world = hosts_of(names), len(names)
     counts = Counter(len(ranks) for ranks in hosts.values())
@@ -216,7 +217,7 @@ def exactness(mesh: DeviceMesh) -> Finding:
 
 
 def loss_and_bytes(mesh: DeviceMesh) -> list[Finding]:
-    """A training step on sizes that the ranks do divide: its loss, and what it sent against what was planned."""
+    """A training step on sizes that the ranks divide: its loss, and the bytes it sent beside the planned ones."""
     n, device = mesh.size(), mesh.device_type
     inputs = {name: x.double() for name, x in clip(device, 2 * n, 4 * n).items()}
     model = small_model(device).double()
@@ -241,7 +242,7 @@ def loss_and_bytes(mesh: DeviceMesh) -> list[Finding]:
 
 
 def links(mesh: DeviceMesh, megabytes: Sequence[float], rounds: int) -> dict[str, Any]:
-    """Measure this rank's group: alpha, and GB/s a rank of a raw all-to-all and of a switch, by size."""
+    """Measure this rank's group: alpha, and by size the GB/s a rank of a raw all-to-all and of a switch."""
     n, device, group, sizes = mesh.size(), mesh.device_type, mesh.get_group(), []
     for size in megabytes:
         tokens = max(1, round(size * 64 / n)) * n
@@ -284,12 +285,12 @@ def medians(
 
 
 def slowest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The group that exchanges least, of those that were measured at once."""
+    """The slowest of the groups that were measured at once."""
     return min(found, key=lambda one: one["sizes"][-1]["raw"])
 
 
 def judge_link(name: str, link: dict[str, Any], device: str) -> Finding:
-    """Judge a link by its largest size: its speed, that of a switch, and the known link that it is like."""
+    """Judge a link by its largest exchange: its speed, that of a switch, and the most similar known link."""
     largest = link["sizes"][-1]
     raw, switch = largest["raw"], largest["switch"]
     alike = min(LINKS.values(), key=lambda known: abs(math.log(known.bandwidth / link["bandwidth"]))).name
@@ -324,7 +325,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def check(device: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything, on every rank; rank 0 prints as it goes. Returns {"findings", "links", "sp", "hosts", ...}."""
+    """The whole check, on every rank; rank 0 prints findings as they come. Returns {"findings", "links", "sp", ...}."""
     findings: list[Finding] = []
 
     def add(found: Finding) -> None:

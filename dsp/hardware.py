@@ -1,11 +1,10 @@
-"""The hardware of a mesh axis: links, memory and speed of a rank; and the seconds that a plan takes on it.
+"""The hardware of a mesh axis (links, memory and speed of a rank), and the seconds that a plan takes on it.
 
-A collective in which the busiest rank sends `nbytes` takes ``alpha + nbytes / bandwidth`` (Hockney's model): alpha is
-latency, what it takes however little it carries. Compute is counted FLOPs over the FLOP/s that a rank achieves, and,
-where the rate of its memory is given, the bytes that operations touch over that. What sequence parallelism sends waits
-for what it computes; the collectives of the weights may run beside computing. This is arithmetic for decisions (how
-many ranks, which method, are they worth it); benchmarks/methods/cost_model.py holds it to measurements. Data loading
-and the optimizer are not in it.
+A collective in which the busiest rank sends `nbytes` takes ``alpha + nbytes / bandwidth`` (Hockney's model); alpha is
+the latency. Computing takes the FLOPs over the FLOP/s that a rank achieves and, where the rate of its memory is given,
+the bytes that operations touch over that rate. Switches wait for the stages before them; the collectives of weights may
+run while stages compute. This arithmetic is for decisions: how many ranks, which method, is it worth it.
+benchmarks/methods/cost_model.py compares it with measurements. Data loading and the optimizer are not included.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from dsp.messages import messages
 from dsp.wire import format_for
 
 US, GB = 1e-6, 1e9
-LITTLE = 16  # times three operations that are measured together, forward and backward, which is two forwards
+LITTLE = 16  # repetitions of three small operations, measured together with their backward (as much as two forwards)
 
 
 @dataclass(frozen=True)
 class Link:
-    """alpha: seconds of a collective that carries nothing; bandwidth: bytes a second that one rank sends.
+    """A link. alpha: seconds of an empty collective; bandwidth: bytes a second that one rank sends.
 
-    message: seconds that each message of a collective takes beyond one to each other node, however little it carries,
-    of a link between nodes; 0 where nobody measured it.
+    message: of a link between nodes, the seconds that each message beyond one to each other node adds to a collective;
+    0 if not measured.
     """
 
     name: str
@@ -77,12 +76,12 @@ LINKS: dict[str, Link] = {
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives of one kind over `size` ranks: the bytes that the busiest one sends in all of them, and how many.
+    """Collectives of one kind over `size` ranks: the bytes that the busiest rank sends in them, and their number.
 
-    The kinds are those of `dsp.count_comm`: "switch" is an all-to-all, and so is "reduce_scatter", with a sum of its
-    own; "gather" and "all_reduce"; "ring" for hops to the next rank; and FSDP's "all_gather_into_tensor" and
-    "reduce_scatter_tensor". stride: how far apart the ranks are, 1 for neighbours, the size of the axes inside of this
-    one for an axis that is not innermost on the mesh.
+    The kinds are those of `dsp.count_comm`: "switch" is an all-to-all, "reduce_scatter" an all-to-all and a local sum;
+    "gather" and "all_reduce"; "ring" for hops to the next rank; FSDP's "all_gather_into_tensor" and
+    "reduce_scatter_tensor". stride: the distance between the ranks: 1 for the innermost axis of the mesh, else the
+    number of ranks of the axes inside this one.
     """
 
     kind: str
@@ -93,18 +92,18 @@ class Exchange:
 
 
 def all_reduced(gradients: float, size: int, *, stride: int = 1, calls: int = 1) -> list[Exchange]:
-    """The traffic that averages so many bytes of gradients over ranks that all have them, as DDP does."""
+    """The traffic of DDP, which averages `gradients` bytes over `size` ranks."""
     return [Exchange("all_reduce", 2 * gradients * (size - 1) / size, calls, size, stride)] if size > 1 else []
 
 
 def fully_sharded(
     weights: float, gradients: float, shard: int, *, replicate: int = 1, calls: int = 1, batches: int = 1
 ) -> list[Exchange]:
-    """FSDP's traffic of a step where `shard` neighbours share the weights, in `replicate` such groups.
+    """The traffic of FSDP in a step: `shard` neighbours share the weights, in `replicate` such groups.
 
-    weights, gradients: bytes of all that are gathered and of all that are averaged, each in its own dtype. Weights are
-    gathered `calls` at a time for forward and again for backward, in each of `batches` that a step accumulates; then
-    gradients are reduce-scattered, and a rank's part of them is averaged with the other groups'.
+    weights, gradients: bytes of the gathered weights and of the averaged gradients, each in its own dtype. Weights are
+    gathered in `calls` calls for forward and again for backward, in each of `batches` that a step accumulates. Then
+    gradients are reduce-scattered, and each rank's part is averaged over the groups.
     """
     found = []
     if shard > 1:
@@ -118,17 +117,17 @@ def fully_sharded(
 class Hardware:
     """The ranks of one mesh axis: their speed, memory, and the links between them.
 
-    link: between the ranks of a node (a `Link`, or a name in `LINKS`); memory: bytes a rank has; flops: FLOP/s that a
-    rank achieves on this model, such as 0.4 times the peak of its data sheet; network: the link between nodes, for an
-    axis that is longer than one; node: how many ranks of this axis share a node. For an axis that is not innermost on
-    the mesh, `node` is 1. stream: bytes a second that memory gives operations; without it they take their FLOPs alone.
-    share: of the bandwidth of a link that each kind of collective gets (`Exchange`), 1 where none is given; "direct":
-    likewise an all-to-all that goes within nodes and between them at once.
+    link: between the ranks of a node (a `Link`, or a name in `LINKS`). memory: bytes a rank has. flops: FLOP/s that a
+    rank achieves on this model, such as 0.4 times the peak of its data sheet. network: the link between nodes, for an
+    axis longer than one node. node: the number of the axis' ranks that share a node; 1 for an axis that is not the
+    innermost of the mesh. stream: bytes a second at which operations read and write memory; by default unlimited.
+    share: by kind of collective (`Exchange`), the fraction of a link's bandwidth that it reaches, 1 by default;
+    "direct" stands for an all-to-all that runs within nodes and between them at once.
 
-    packing: by format of `dsp.wire`, what a rank takes to pack what it sends and to unpack what comes, as a link:
-    seconds however little it is, and bytes a second of these numbers in float32; by default what `PACKING` makes of
-    stream and launch. launch: seconds of an operation that computes nothing; busy: the share of a transfer for which
-    computing stands still, since both want the same cores. These two are 0 where nobody measured them.
+    packing: by format of `dsp.wire`, the cost of packing and unpacking, as a link: alpha in seconds, and a bandwidth in
+    bytes of float32 elements a second; by default computed from `PACKING`, stream and launch. launch: seconds of an
+    operation on almost no data. busy: the fraction of a transfer during which computing stands still, because both need
+    the same cores. The last two are 0 if not measured.
     """
 
     link: Link | str
@@ -166,13 +165,13 @@ class Hardware:
         return f"{near} in nodes of {self.node}, {far} between"
 
     def axis(self, size: int, kind: str = "switch", stride: int = 1) -> Link:
-        """The link of an axis of `size` ranks, `stride` apart, as a kind of collective has it.
+        """The effective link of one kind of collective, on an axis of `size` ranks that are `stride` apart.
 
-        Within a node it is `link`. Beyond, in an all-to-all a rank sends (size - node) of every (size - 1) bytes over
-        the network and the rest over its node's link at the same time; the slower of the two decides, nearly always
-        the network, and what it sends between nodes are so many messages more than one to each of them. What goes
-        from rank to rank crosses the network once a node: gathers and reductions do so in as
-        many rings as a node has ranks, each with a network port of its own; a ring of hops waits for its slowest.
+        Within a node it is `link`. Over several nodes, a rank sends (size - node) of every (size - 1) bytes of an
+        all-to-all over the network, and the rest over its node's link at the same time; the slower of the two decides,
+        nearly always the network, and every message beyond one to each other node adds latency. Data that goes from
+        rank to rank crosses the network once a node: in gathers and reductions on as many rings as a node has ranks,
+        each with its own network port; a ring of hops waits for its slowest hop.
         """
         assert isinstance(self.link, Link)
         node, part = max(1, self.node // stride), self.share.get(kind, 1.0)
@@ -204,7 +203,7 @@ class Hardware:
         return flops / self.flops + touched / self.stream
 
     def packs(self, form: str, numbers: float, calls: int = 1) -> float:
-        """Seconds in which a rank packs so many numbers, and unpacks as many, in a format as `dsp.wire` names it."""
+        """The seconds in which a rank packs and unpacks this number of elements in a format of `dsp.wire`."""
         known = self.packing.get(form)
         if known is not None:
             return known.seconds(4 * numbers, calls)
@@ -212,7 +211,7 @@ class Hardware:
         return self.computing(0.0, touched * numbers) + calls * operations * self.launch
 
 
-# by format: bytes that packing and unpacking touch for each number in float32, and their operations
+# by format: the bytes that packing and unpacking touch for each float32 element, and the number of their operations
 PACKING: dict[str, tuple[float, int]] = {
     "bf16": (18, 2),
     "bf16-stochastic": (166, 34),
@@ -263,10 +262,10 @@ def accelerator(
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step: computing, and communicating, on the busiest rank; and all of it on one rank alone.
+    """The seconds of one step.
 
-    weights: what the collectives of the weights take beside that, where the step was given any; hidden: of `comm`, what
-    travels while stages compute.
+    compute, comm: of computing and of communicating, on the busiest rank. alone: of the whole step on a single rank.
+    weights: of the collectives of weights, in addition. hidden: the part of `comm` that overlaps with computing.
     """
 
     compute: float
@@ -285,9 +284,9 @@ class Estimate:
 
 
 def measure(mesh: DeviceMesh, *, nbytes: int = 1 << 24, rounds: int = 7) -> Link:
-    """The link of a 1-D mesh as its switches see it: medians of an all-to-all of few bytes, and of `nbytes` a rank.
+    """The link of a 1-D mesh for switches: from the medians of an all-to-all of few bytes, and of `nbytes` a rank.
 
-    Collective: call it on every rank. Every rank gets the same answer, the slowest one's.
+    Collective: call it on every rank. All get the same result, that of the slowest rank.
     """
     if mesh.ndim != 1 or mesh.size() < 2:
         raise ValueError(f"a link joins two ranks or more of a 1-D mesh, got a mesh of shape {tuple(mesh.shape)}")
@@ -304,11 +303,10 @@ def measure(mesh: DeviceMesh, *, nbytes: int = 1 << 24, rounds: int = 7) -> Link
 
 
 def measured_links(mesh: DeviceMesh, *, node: int, nbytes: int = 1 << 24, rounds: int = 7) -> Hardware:
-    """Hardware of which the links alone are known: within nodes, between them, and what an all-to-all over all ranks
-    takes beside these.
+    """The measured links of a mesh, within nodes and between them, as a Hardware with no other figures.
 
-    mesh: 1-D, of which `node` neighbours share a machine; nbytes: that a rank sends in a large exchange. Collective:
-    call it on every rank of the mesh; all get the same answer, that of the slowest.
+    mesh: 1-D; `node` neighbours share a machine. nbytes: that a rank sends in a large exchange. Collective: call it on
+    every rank of the mesh; all get the same result, that of the slowest rank.
     """
     n, place = mesh.size(), mesh.get_local_rank()
     node = n if n % node else min(node, n)
@@ -327,7 +325,7 @@ def measured_links(mesh: DeviceMesh, *, node: int, nbytes: int = 1 << 24, rounds
 
 
 def _link(mesh: DeviceMesh, among: Sequence[int], nbytes: int, rounds: int, name: str) -> Link:
-    """The link that messages of a rank to some others of a mesh take, while all ranks do the like."""
+    """The link for messages of a rank to some others of a mesh, while all ranks send such messages."""
     peers, group = [r for r in among if r != mesh.get_local_rank()], mesh.get_group()
 
     def median(size: int) -> float:
@@ -353,12 +351,12 @@ def measured(
     nbytes: int = 1 << 24,
     rounds: int = 5,
 ) -> Hardware:
-    """The hardware at hand: its links by `measured_links`, the rates of a matrix product, of a copy and of packing, the
-    time of an operation that computes nothing, and how far products stand still while an exchange goes on.
+    """The hardware at hand, measured: links by `measured_links`, the speed of a matrix product, of a copy and of
+    packing, the time of a tiny operation, and how much products slow down while an exchange runs.
 
-    mesh: 1-D, all ranks, of which `node` neighbours share a machine; dtype: of the product; memory: bytes that a rank
-    may hold, by default those of its device, of a CPU the rank's share of its machine's; nbytes: that a rank sends in a
-    large exchange. Collective: call it on every rank; all get the same answer, that of the slowest.
+    mesh: 1-D, of all ranks; `node` neighbours share a machine. dtype: of the product. memory: bytes that a rank may
+    hold, by default those of its GPU, or its share of the host's. nbytes: that a rank sends in a large exchange.
+    Collective: call it on every rank; all get the same result, that of the slowest rank.
     """
     links, device = measured_links(mesh, node=node, nbytes=nbytes), mesh.device_type
     side, length = (8192, 1 << 28) if device == "cuda" else (512, 1 << 23)
@@ -370,7 +368,7 @@ def measured(
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    def little() -> None:  # as a stage is made of; on a GPU behind a product, which the host is ahead of
+    def little() -> None:  # operations as in a stage; on a GPU after a product, so that the host runs ahead
         z = torch.ones(8, 8, device=device)
         if device == "cuda":
             x @ x
@@ -391,7 +389,7 @@ def measured(
 
 
 def _packing(mesh: DeviceMesh, name: str, numbers: int, rounds: int) -> Link:
-    """The packing of a format, as `Hardware` has it."""
+    """The cost of packing in a format, as in `Hardware.packing`."""
     form = format_for(name, True, 4)
     assert form is not None
 
@@ -404,7 +402,7 @@ def _packing(mesh: DeviceMesh, name: str, numbers: int, rounds: int) -> Link:
 
 
 def _busy(mesh: DeviceMesh, dtype: torch.dtype, nbytes: int, rounds: int) -> float:
-    """The share of an exchange over all ranks by which products that last as long take longer beside it."""
+    """By what fraction of an exchange over all ranks products of the same length slow down beside it."""
     if mesh.size() == 1:
         return 0.0
     send = torch.zeros(mesh.size(), max(nbytes // mesh.size(), 1), dtype=torch.uint8, device=mesh.device_type)
@@ -429,8 +427,8 @@ def _busy(mesh: DeviceMesh, dtype: torch.dtype, nbytes: int, rounds: int) -> flo
 def _slowest(
     mesh: DeviceMesh, run: Callable[[], Any], rounds: int, of: Callable[[list[float]], float] = statistics.median
 ) -> float:
-    """The median seconds of `run` on the slowest rank, or the least, where it waits for nobody; all ranks begin
-    together, after two rounds that do not count."""
+    """The seconds of `run` on the slowest rank: the median of its rounds, or another statistic `of` them. All ranks
+    begin each round together; two rounds before do not count."""
     group, device, times = mesh.get_group(), mesh.device_type, list[float]()
     for trial in range(-2, rounds):
         dist.barrier(group)

@@ -1,8 +1,8 @@
-"""torchrun, less its report: what ends a job is said once, by the job, as the last line on the screen.
+"""torchrun without its report: the job itself says why it ended, once, in the last line on the screen.
 
     dsp-launch --nproc-per-node 2 train.py configs/demo.yaml [key=value ...]
 
-Takes what torchrun takes, and starts the ranks as torchrun does, those of one node at a free port. The exit status is
+It takes the arguments of torchrun and starts ranks as torchrun does, on one node at a free port. The exit status is
 that of the rank that failed first.
 """
 
@@ -21,13 +21,13 @@ WHERE = "nnodes", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the ranks that the arguments ask for and wait for them; returns the exit status."""
+    """Start the ranks, wait for them, and return the exit status."""
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(list(arguments))
     plain = parse_args(["script"])
     if all(getattr(args, name) == getattr(plain, name) for name in WHERE):
-        args.standalone = True  # two jobs of one machine would meet at torchrun's own port
+        args.standalone = True  # at torchrun's default port two jobs on one machine would meet
     try:
         run(args)
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""The four functions on DTensors: split, switch, gather, and mean; for hand-written loops and for losses on shards.
+"""The functions on DTensors: split, switch, gather and mean, for hand-written loops and losses on shards.
 
 Gradients (contract 2 of the design, docs/numerics.md): the objective is the mean over the sequence-parallel ranks of
 each rank's scalar. Averaging parameter gradients over those ranks, as DDP and FSDP2 do, gives the single-process
@@ -26,9 +26,9 @@ from dsp.sharded import as_dtensor
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """Shard a tensor that is the same on every rank: ``replicated -> Shard(dim)``, 0 bytes.
 
-    x: any shape; mesh: 1-D. Each rank keeps its `torch.chunk` of `dim`. The gradient of a leaf (a model input) is whole
-    and true on every rank, at the price of one all-gather in backward; into a computed tensor each rank sends the
-    gradient of its own part, zero elsewhere, which is what averaging over ranks needs.
+    x: any shape; mesh: 1-D. Each rank keeps its `torch.chunk` of `dim`. If x is a leaf (a model input), every rank gets
+    its whole, true gradient, for one all-gather in backward. If x was computed, each rank's gradient is that of its own
+    part and zero elsewhere, as the average over ranks needs it.
     """
     axis, x = Axis.of(mesh), as_dtensor(x)
     if isinstance(x, DTensor):
@@ -57,10 +57,9 @@ def switch(x: DTensor, dim: int, *, axis: str | None = None) -> DTensor:
 
 
 def start_switch(x: DTensor, dim: int, *, axis: str | None = None) -> SwitchHandle:
-    """The same switch in two halves: work between ``h = start_switch(x, dim)`` and ``h.wait()`` overlaps with it.
+    """Begin a switch: work between ``h = start_switch(x, dim)`` and ``h.wait()`` overlaps with it.
 
-    In backward the halves swap places: the gradient's switch starts where `wait` stands and ends where `start_switch`
-    does.
+    In backward the gradient's switch begins at `wait` and ends at `start_switch`.
     """
     x = as_dtensor(x)
     sp, index, cut, shape = sp_view(x, axis, "start_switch")
@@ -84,11 +83,11 @@ class SwitchHandle:
 
 
 def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
-    """Bring a sharded tensor together on every rank: ``Shard(i) -> whole``, one all-gather of (N-1)/N of M per rank.
+    """Gather a sharded tensor on every rank: ``Shard(i) -> replicated``, one all-gather of (N-1)/N of M a rank.
 
     On a DTensor of one mesh axis the result is a plain tensor; with several (see `axis`) a DTensor that is replicated
-    along the gathered one. A plain tensor is whole already and returned as it is, so that code also runs on one rank.
-    The backward is a reduce-scatter.
+    along the gathered one. A plain tensor is returned as it is, so that code also runs on one rank. The backward is a
+    reduce-scatter.
     """
     x = as_dtensor(x)
     if isinstance(x, Tensor) and not isinstance(x, DTensor):
@@ -101,11 +100,11 @@ def gather(x: DTensor, *, axis: str | None = None) -> Tensor:
 
 
 def hand_over(x: DTensor) -> DTensor:
-    """The same sharded tensor, for somebody who brings its gradient: the next part of a pipeline. 0 bytes.
+    """A sharded tensor to pass on to code that sends its gradient back, the next part of a pipeline. 0 bytes.
 
-    x: a DTensor on one mesh axis, or a plain tensor, returned as it is. Expected is the gradient of a single process,
-    sharded like x, as a parallelized model gives it to an input that arrives sharded. The backward multiplies it by N,
-    which averaging over the ranks takes out again.
+    x: a DTensor on one mesh axis, or a plain tensor, returned as it is. The gradient that comes back must be that of a
+    single process, sharded like x; a parallelized model returns it so for a sharded input. The backward multiplies it
+    by N, and averaging over the ranks divides by N again.
     """
     x = as_dtensor(x)
     if isinstance(x, Tensor) and not isinstance(x, DTensor):
@@ -118,8 +117,7 @@ def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
     """(Weighted) mean over all elements of a sharded tensor, the same scalar on every rank: a loss on shards.
 
     x: a DTensor on one mesh axis, or a plain tensor (then this is the ordinary mean). weight: a tensor that broadcasts
-    to x, a DTensor with x's layout or plain; the result is sum(x·w) / sum(w). Sums are taken, and the scalar returned,
-    in fp32 at least.
+    to x, a DTensor with x's layout or plain; the result is sum(x·w) / sum(w). Sums and the result are in fp32 at least.
     """
     x, weight = as_dtensor(x), as_dtensor(weight)
     if not isinstance(x, DTensor):

@@ -1,8 +1,8 @@
-"""The slice test, what independence means: f(slice of x) == slice of f(x), for uneven slices.
+"""The slice test, which defines independence: f(slice of x) == slice of f(x), for uneven slices.
 
-`check` holds a declared stage to it, `discover` finds with it what a submodule computes over. A part draws its own
-random numbers, so the test treats what f draws as one more input, sliced along with the others. Numbers that are shared
-along the dim (row-wise dropout) cannot be sliced: along it f is not independent.
+`check` applies it to declared stages; `discover` finds with it the dims that a submodule computes over. Each part draws
+its own random numbers, so the test treats the numbers that f draws as another input, sliced like the others. Numbers shared
+along the dim (row-wise dropout) cannot be sliced, and then f is not independent along it.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, t
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """A copy of a model, or of tensors in whatever holds them, in another type: in float64 of complex numbers, too."""
+    """A copy of a model, or of a value with tensors, in another dtype; with float64, complex becomes complex128."""
 
     def one(t: Tensor) -> Tensor:
         if t.is_complex():
             return t.to(torch.complex128) if dtype == torch.float64 else t
         return t.to(dtype) if t.is_floating_point() else t
 
-    if isinstance(value, nn.Module):  # whose own `to` would make complex parameters and buffers real
+    if isinstance(value, nn.Module):  # its own `to` would make complex parameters and buffers real
         return applied(copy.deepcopy(value), one)
     return pytree.tree_map_only(Tensor, lambda t: one(t.detach()).clone(), value)
 
 
 def copies(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[torch.dtype, nn.Module, Any, Any]]:
-    """Copies of a model and its inputs: in float64, and for a model that does not run there in its own type."""
+    """Copies of a model and its inputs: in float64, then in its own dtype, for a model that cannot run in float64."""
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for dtype in dict.fromkeys((torch.float64, own)):
         yield (dtype, cast(model, dtype), *cast((args, kwargs), dtype))
 
 
 def slices(size: int) -> list[tuple[int, int]]:
-    """(start, length) of uneven parts of a dim: they cover it, and one starts off every even boundary."""
+    """(start, length) of uneven parts of a dim; they cover it, and one begins at no even boundary."""
     middle = max(1, size // 3)
     odd = [(1, size - 2)] if size > 3 else []
     return [(0, middle), (middle, size - middle), *odd]
 
 
 def part(t: Tensor, cut: Cut, size: int, start: int, length: int) -> Tensor:
-    """A slice of the dim of `size` that `cut` points at, inside its fold."""
+    """A slice of the dim of `size` that `cut` names, inside its fold."""
     inner = t.shape[cut.dim] // (cut.folds * size)
     fine = t.unflatten(cut.dim, (cut.folds, size, inner)).narrow(cut.dim + 1, start, length)
     return fine.flatten(cut.dim, cut.dim + 2)
@@ -65,7 +65,7 @@ def part(t: Tensor, cut: Cut, size: int, start: int, length: int) -> Tensor:
 def call_part(
     signature: Signature, args: Any, kwargs: Any, cuts: Sequence[Cut | None], size: int, start: int, length: int
 ) -> Arguments:
-    """The call with a part of every tensor argument that `cuts` (by position, as `bind` numbers them) points into."""
+    """The call with a slice of every tensor argument that has a cut in `cuts` (in the order of `bind`)."""
     call, bound = signature.bind(args, kwargs)
     for b, cut in zip(bound, cuts):
         if cut is not None:
@@ -81,7 +81,8 @@ def smaller(
     kwargs: Any,
     run: Callable[[Any, Any], Any],
 ) -> tuple[dict[str, int], Any, Any] | None:
-    """Sizes and inputs cut to two thirds along all dims of `names` that `run` takes shorter; None if it takes none."""
+    """Sizes and inputs, cut to two thirds along all dims of `names` along which `run` takes shorter inputs; None if
+    there is none."""
 
     def cut(some: Sequence[str]) -> tuple[dict[str, int], Any, Any] | None:
         own, a, k = dict(sizes), args, kwargs
@@ -97,7 +98,7 @@ def smaller(
         return own, a, k
 
     best, taken = None, list[str]()
-    # all at once; else first those of one size, which may have to be as long as each other, then each alone
+    # all at once; else first those of equal size, which may have to stay equal, then each alone
     alike = [[n for n in names if sizes[n] == size] for size in dict.fromkeys(sizes[n] for n in names)]
     for some in (list(names), *alike, *([n] for n in names)):
         if set(some) <= set(taken):
@@ -115,16 +116,16 @@ def error(a: Tensor, b: Tensor, floor: float = 1e-12) -> float:
         return 0.0
     if not inexact(b):
         return float((a.double() - b.double()).abs().max())
-    off = (a.detach() - b).abs().masked_fill(a == b, 0)  # inf - inf is no number
+    off = (a.detach() - b).abs().masked_fill(a == b, 0)  # inf - inf is NaN
     finite = b.abs().masked_fill(~b.isfinite(), 0)
     return float(off.max()) / max(float(finite.max()), floor, 1e-30)
 
 
 class Shared(RuntimeError):
-    """An argument that does not shrink with the slice, such as random numbers."""
+    """Raised for random numbers, or other arguments, that do not shrink with the slice."""
 
 
-# operations whose result is nothing but random numbers
+# operations whose result is random numbers alone
 _DRAWS = frozenset(
     """
 rand randn randint randperm normal rand_like randn_like randint_like uniform_ normal_ random_ exponential_ cauchy_
@@ -134,9 +135,9 @@ log_normal_ geometric_ bernoulli_
 
 
 class Draws(TorchDispatchMode):
-    """Records the random numbers that a call draws, or hands a call on a slice its part of those recorded.
+    """A mode that records the random numbers of a call, or gives a call on a slice its part of recorded ones.
 
-    size, start, length: the slice; outers: where the dim lies in a folded axis, by the size of that axis.
+    size, start, length: the slice. outers: by size of an axis, the outer length of the fold in which the dim lies.
     """
 
     def __init__(
@@ -188,9 +189,9 @@ class Draws(TorchDispatchMode):
 
 
 class Probe:
-    """One recorded call of a module, to be run again on slices.
+    """One recorded call of a module, which can be run again on slices.
 
-    Modules that change their buffers find them as they were; inputs are copied, for a module may work in place.
+    Each run begins with the same buffers and copies of the inputs, since a module may change them.
     """
 
     def __init__(self, module: nn.Module, signature: Signature, args: Any, kwargs: Any, seed: int = 0) -> None:
@@ -204,23 +205,24 @@ class Probe:
         self.whole = [t.detach() for t in found]
 
     def recorder(self) -> Any:
-        """The recorder of what slices need to know of the whole call."""
+        """The recorder of the whole call, for the runs on slices."""
         return Draws()
 
     def run(self, args: Any, kwargs: Any, seen: Any) -> tuple[list[Tensor], list[Any]]:
-        """The tensors that it returns, and the numbers beside them; `seen` sees its operations."""
+        """Run the module under the mode `seen`; return the tensors of its output, and the numbers in it."""
         self.runs += 1
-        # a compiler that meets what sees every operation would leave out for good what it was to compile
+        # under a mode that sees every operation, torch.compile would give up compiling the function for good
         with keeping_buffers(self.module), torch.no_grad(), warnings.catch_warnings(), CompileOff(), seen:
-            warnings.simplefilter("ignore")  # of shapes that a model was not made for
+            warnings.simplefilter("ignore")  # models warn about unusual shapes
             randomness.seed(self.seed)
             output = self.module(*args, **kwargs)
             return tensors_in(output), constants_in(output)
 
     def independent(self, cuts: Sequence[Cut | None], size: int) -> list[Cut] | None:
-        """Where each output carries the dim that `cuts` point at in the inputs; None if the call depends on it.
+        """The cut of each output along the dim that `cuts` name in the inputs; None if the call computes over the dim.
 
-        A dim that some output lacks, or has in another size, or whose size is returned, the call computes over.
+        The call also counts as computing over a dim that an output lacks or has in another size, or whose size it
+        returns.
         """
         outers = {b.tensor.shape[c.dim]: c.folds for b, c in zip(self.bound, cuts) if c is not None}
         places: list[list[Cut]] | None = None
@@ -229,7 +231,7 @@ class Probe:
                 call = call_part(self.signature, self.args, self.kwargs, cuts, size, start, length)
                 a, k = copied(tuple(call.args), call.kwargs)
                 found, constants = self.run(a, k, Draws(self.draws, size, start, length, outers))
-            except Exception:  # what does not run on a slice is not independent, for whatever reason
+            except Exception:  # a call that fails on a slice is not independent, whatever the reason
                 return None
             if len(found) != len(self.whole) or not found or constants != self.constants:
                 return None
@@ -246,7 +248,7 @@ class Probe:
 
 @contextmanager
 def keeping_buffers(model: nn.Module) -> Iterator[None]:
-    """Leaves the buffers as they were."""
+    """Restore the buffers of a model at the end."""
     before = [(b, b.detach().clone()) for b in model.buffers()]
     try:
         yield
@@ -261,7 +263,7 @@ def copied(args: Any, kwargs: Any) -> Any:
 
 
 def _places(own: Any, whole: Any, size: int, length: int, outers: Mapping[int, int]) -> list[Cut]:
-    """Where a dim may lie in an output that has shape `whole`, and `own` on a slice; the likeliest first."""
+    """Possible cuts along a dim of an output with shape `whole`, and `own` on a slice; the likeliest first."""
     axes = [d for d in range(len(whole)) if len(own) == len(whole) and own[d] != whole[d]]
     if len(axes) != 1 or whole[axes[0]] % size or own[axes[0]] * size != whole[axes[0]] * length:
         return []

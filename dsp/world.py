@@ -1,9 +1,9 @@
-"""The Python state that a model's code can reach, and its return to what it was.
+"""A snapshot of the Python state that a model's code can reach, to restore it.
 
-A forward may keep what it makes: an object that holds a table, a closure, a functools cache, a dict of a module, a
-counter. Where dsp runs a forward for itself, to plan or to check, nobody may find what that run left there: tensors
-without data, or of another dtype. A `World` knows, before such a run, all that the code of a model names and what that
-holds in turn, and puts it back after it.
+A forward may keep values: in an object with a table, a closure, a functools cache, a dict of a module, a counter. When
+dsp runs a forward to plan or to check, the user must not find what that run left there: tensors without data, or of
+another dtype. A `World` notes, before such a run, every object that the model's code names and what it holds in turn,
+and restores them afterwards.
 """
 
 from __future__ import annotations
@@ -34,34 +34,35 @@ from torch import Tensor, nn
 
 from dsp.private import version_of
 
-# packages whose own state no forward of a user changes in a way that counts, or whose threads change it meanwhile
+# packages whose state a forward does not change in a way that matters, or whose threads change it at any time
 LIBRARIES = frozenset(
     """
     torch numpy dsp einops triton huggingface_hub omegaconf tqdm wandb tensorboard
     pytest _pytest pluggy xdist execnet
     """.split()
 ) | frozenset(sys.stdlib_module_names)
-HOLDERS = (SimpleNamespace, UserDict, WeakKeyDictionary, WeakValueDictionary)  # the standard library's, for others
+HOLDERS = (SimpleNamespace, UserDict, WeakKeyDictionary, WeakValueDictionary)  # containers of the standard library
 ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), BuiltinFunctionType})
 CONTAINERS = (dict, list, set, deque)
 ALWAYS = frozenset("forward __call__ __init__ __getattr__ __getitem__ __enter__ __exit__ __iter__ __len__".split())
-LONG = 100_000  # entries of a container that are looked into
+LONG = 100_000  # a container with more entries is not searched
 MISSING = object()
 METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod, GetSetDescriptorType)
 CACHED = type(functools.lru_cache(lambda: None))
 
 
 class World:
-    """The state that the code and the attributes of `roots` reach; as a context manager it restores that at its end.
+    """The state that the code and the attributes of `roots` reach. As a context manager it restores it at the end.
 
-    data: whether also the numbers of tensors are restored, where they were written in place; single numbers always are,
-    which a forward without data writes, too. Not those of `own`: parameters and buffers of models that run as copies.
+    data: restore the elements of tensors that were written in place, too. Tensors of one element are always restored,
+    since a forward without data writes them as well. own: tensors to leave alone, such as the parameters and buffers of
+    models that run as copies.
     """
 
     def __init__(self, *roots: Any, data: bool = False, own: Iterable[Tensor] = ()) -> None:
         self.data, self.seen = data, {id(t): t for t in own}
         self.undo: list[Callable[[], None]] = []
-        self.names, self.classes = set(ALWAYS), list[dict[str, Any]]()  # what code that was reached asks objects for
+        self.names, self.classes = set(ALWAYS), list[dict[str, Any]]()  # names that this code reads of objects
         waiting = deque(roots)
         while waiting:
             found = waiting.popleft()
@@ -80,7 +81,7 @@ class World:
             undo()
 
     def hold(self, it: Any) -> Iterator[Any]:
-        """Remember what `it` holds; yields what may hold more."""
+        """Note what `it` holds, and yield the objects that may hold more."""
         if isinstance(it, Tensor):
             if (self.data or it.numel() == 1) and not it.is_meta:
                 self.undo.append(functools.partial(rewritten, it, version_of(it), it.detach().clone()))
@@ -117,7 +118,7 @@ class World:
             yield from self.hold_globals(it.__globals__, it.__code__)
 
     def hold_globals(self, scope: dict[str, Any], code: CodeType) -> Iterator[Any]:
-        """Hold what the code of a function names: globals, what it takes of modules, and methods of any class."""
+        """Note what the code of a function names: globals, names of modules, and methods of any class."""
         names, waiting = set[str](), [code]
         while waiting:
             now = waiting.pop()
@@ -183,7 +184,7 @@ def slots(kind: type) -> Iterable[str]:
 def contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # an empty cell
         return MISSING
 
 
@@ -211,7 +212,7 @@ def rebound(scope: dict[str, Any], name: str, value: Any) -> None:
 
 
 def emptied(cache: Any, misses: int) -> None:
-    if cache.cache_info().misses != misses:  # what it keeps cannot be told apart
+    if cache.cache_info().misses != misses:  # its entries cannot be told apart
         cache.cache_clear()
 
 
