@@ -1,8 +1,8 @@
 """The slice test, which defines independence: f(slice of x) == slice of f(x), for uneven slices.
 
 `check` applies it to declared stages; `discover` finds with it the dims that a submodule computes over. Each part draws
-its own random numbers, so the test treats the numbers that f draws as another input, sliced like the others. Numbers shared
-along the dim (row-wise dropout) cannot be sliced, and then f is not independent along it.
+its own random numbers, so the test treats the numbers that f draws as another input, sliced like the others. Numbers
+shared along the dim (row-wise dropout) cannot be sliced, and then f is not independent along it.
 """
 
 from __future__ import annotations
