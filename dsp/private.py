@@ -51,7 +51,9 @@ LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # the module of torch.compile's errors
 FLEX = "torch.nn.attention.flex_attention"  # the module of the functions for "no mask" and "no change of scores"
 is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # tells whether two tensors share a storage
-APPLIES: Any = torch.autograd.function._SingleLevelFunction  # every autograd.Function inherits its `apply`
+CONTEXT: Any = torch.autograd.function.BackwardCFunction  # the base of the `ctx` of every autograd.Function
+function_of = attrgetter("_forward_cls")  # of such a `ctx`, or its class: the autograd.Function
+context_of = attrgetter("_backward_cls")  # of an autograd.Function: the class of its `ctx`
 GRAD_SWITCH = torch._C._set_grad_enabled  # the form that a graph records
 OF_AN_OP = "GeneratedBackwardFor"  # in the names of autograd nodes of custom ops with a registered gradient
 
@@ -233,7 +235,10 @@ def checkpoint_frame() -> Any:
     )
 
 
-CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+# the code that runs the forward of a checkpoint: a function of its own since torch 2.15
+CHECKPOINT = inspect.unwrap(
+    getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)
+).__code__
 
 
 def checkpoint_arguments(frame: Any) -> Sequence[Any]:
@@ -291,8 +296,8 @@ set_backward_hooks: Any = Tensor._backward_hooks.__set__  # type: ignore[union-a
 
 
 __all__ = [
-    "APPLIES",
     "COMPILERS_OWN",
+    "CONTEXT",
     "FLEX",
     "GRAD_SWITCH",
     "LEAF",
@@ -336,8 +341,10 @@ __all__ = [
     "compiled_callers",
     "compiler_loaded",
     "compiling",
+    "context_of",
     "dtensor",
     "fake_tensor",
+    "function_of",
     "get_unwrapped",
     "graph_of",
     "hooks_of",

@@ -1,30 +1,30 @@
 """An autograd.Function of the model between stages: its backward runs between stages, too.
 
-Left alone it would get this rank's shards as plain tensors, N times a single process's gradient, and what it saved in
-other layouts (docs/numerics.md). So what is applied in its place is a subclass, whose backward hands on gradients as
-glue holds tensors and brings what comes back to where the arguments lay.
+Left alone, its backward would get this rank's shards as plain tensors, N times a single process's gradient, and saved
+tensors in other layouts (docs/numerics.md). So its `ctx`, while a forward runs, is of another class: backward hands it
+gradients as glue holds tensors, and brings the results to the layouts of the arguments.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
 from dsp.layout import At
-from dsp.private import APPLIES
+from dsp.private import CONTEXT, context_of, function_of
 from dsp.run.gradient_hooks import InBackward, at_of
 from dsp.sharded import ACTIVE, carry
 
 
 class Applied(InBackward):
-    """One application of a function between stages: where its tensors lie, and how its backward runs.
+    """One application of a function between stages: the layouts of its tensors, and how its backward runs.
 
-    given, made, kept: of its arguments, of its results and of what it saved for backward.
+    given, made, kept: of its arguments, of its results, and of the tensors that it saved for backward.
     """
 
     in_function = True
@@ -37,17 +37,14 @@ class Applied(InBackward):
         self.made = [at_of(t) for t in (made if isinstance(made, tuple) else (made,))]
 
     def saved(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The saved tensors as they lay: autograd, or hooks of a checkpoint, may bring them back as plain tensors."""
+        """The saved tensors in their layouts: autograd, or hooks of a checkpoint, may return them as plain tensors."""
         lay = zip(tensors, self.kept, strict=True)
         return tuple(carry(t, at) if at and type(t) is Tensor and t.shape == at.local else t for t, at in lay)
 
 
-APPLIED: ContextVar[Applied] = ContextVar("dsp_applied")  # whose forward begins
-
-
-def followed(function: Any) -> Any:
-    """The function with its backward between stages, for the application that `APPLIED` has; made once for each."""
-    if (known := function.__dict__.get("_dsp_followed")) is not None:
+def between_stages(function: Any) -> Any:
+    """The class of a function's `ctx` when the function is applied between stages; made once a function."""
+    if (known := function.__dict__.get("_dsp_ctx")) is not None:
         return known
     name = "vjp" if function.vjp is not Function.vjp else "backward"
     boxed = getattr(function, "boxed_grads_call", False)  # it takes gradients as one list
@@ -56,57 +53,73 @@ def followed(function: Any) -> Any:
         def its_own(*grads: Any) -> Any:
             return getattr(function, name)(ctx, *([[*grads]] if boxed else grads))
 
-        return ctx.dsp_applied.called(its_own, gradients, ctx.dsp_applied.made, ctx.dsp_applied.given)
+        grads, applied = gradients[0] if boxed else gradients, ctx.dsp_applied
+        return applied.called(its_own, grads, applied.made, applied.given)
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        ctx.dsp_applied = APPLIED.get()
-        made = function.forward(ctx, *args)
-        ctx.dsp_applied.note(ctx, args, made)
-        return made
-
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.dsp_applied = APPLIED.get()
-        function.setup_context(ctx, inputs, output)
-        ctx.dsp_applied.note(ctx, inputs, output)
-
-    apart = function.setup_context is not Function.setup_context
-    own = {"setup_context": setup_context} if apart else {"forward": forward}
-    methods = {key: staticmethod(method) for key, method in (own | {name: backward}).items()}
-    found: Any = type(function.__name__, (function,), {**methods, "boxed_grads_call": False})
-    kind = found._backward_cls
-    kind.saved_tensors = property(lambda ctx: ctx.dsp_applied.saved(super(kind, ctx).saved_tensors))
-    function._dsp_followed = found
+    found: Any = context_of(type(function.__name__, (function,), {name: staticmethod(backward)}))
+    found.saved_tensors = property(lambda ctx: ctx.dsp_applied.saved(super(found, ctx).saved_tensors))
+    function._dsp_ctx = found
     return found
 
 
-def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply` while a forward runs: between stages it is that of `followed`."""
-    current = ACTIVE.get()
+def begun(ctx: Any) -> None:
+    """Note that a function is applied; called for its new `ctx`."""
+    current, function = ACTIVE.get(), function_of(ctx)
     run = None if current is None else current[1]
     own = function.__module__.startswith(("torch.", "dsp."))
-    if run is None or own or run.by_graph or run.mode.asleep or not any(isinstance(a, Tensor) for a in args):
-        return super(APPLIES, function).apply(*args, **kwargs)
-    token = APPLIED.set(Applied(run.axis, run.mode.again()))
-    try:
-        return super(APPLIES, followed(function)).apply(*args, **kwargs)
-    finally:
-        APPLIED.reset(token)
+    if run is not None and not (own or run.by_graph or run.mode.asleep):
+        FUNCTIONS.follow(function)
+        ctx.__class__ = between_stages(function)
+        ctx.dsp_applied = Applied(run.axis, run.mode.again())
 
 
-class Intercepting:
-    """While forwards run, in one thread or several, the functions that their models apply come to `apply`."""
+def noting(method: Any, apart: bool) -> Any:
+    """A forward, or where that has no `ctx` a setup_context (`apart`), that notes arguments and results."""
+
+    @functools.wraps(method)
+    def noted(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        made = method(ctx, *args, **kwargs)
+        if (applied := getattr(ctx, "dsp_applied", None)) is not None:
+            applied.note(ctx, *(args if apart else ((*args, *kwargs.values()), made)))
+        return made
+
+    return noted
+
+
+class Functions:
+    """The autograd.Functions that models apply between stages, while forwards run, in one thread or several.
+
+    Torch makes a `ctx` for each application, however the function was bound: `f = F.apply` may be older than the model.
+    """
 
     def __init__(self) -> None:
         self.inside, self.lock = 0, threading.Lock()
+        self.replaced: dict[Any, tuple[str, Any]] = {}  # the name of a method, and its own one, if any
 
     def begin(self) -> None:
         with self.lock:
             self.inside += 1
             if self.inside == 1:
-                APPLIES.apply = classmethod(apply)
+                CONTEXT.__init__ = begun
 
     def end(self) -> None:
         with self.lock:
             self.inside -= 1
-            if not self.inside:
-                del APPLIES.apply
+            if self.inside:
+                return
+            del CONTEXT.__init__
+            for function, (name, own) in self.replaced.items():
+                delattr(function, name) if own is None else setattr(function, name, own)
+            self.replaced.clear()
+
+    def follow(self, function: Any) -> None:
+        """Replace, until the forwards end, the method of a function that gets its `ctx` in forward."""
+        with self.lock:
+            if function not in self.replaced:
+                apart = function.setup_context is not Function.setup_context
+                name = "setup_context" if apart else "forward"
+                self.replaced[function] = name, function.__dict__.get(name)
+                setattr(function, name, staticmethod(noting(getattr(function, name), apart)))
+
+
+FUNCTIONS = Functions()

@@ -24,7 +24,7 @@ from dsp.private import FakeTensor, saving_hooks
 from dsp.rules.functions import LOOKS, TELLING
 from dsp.run.follow import follow, source
 from dsp.run.forward import Run
-from dsp.run.functions import Intercepting
+from dsp.run.functions import FUNCTIONS
 from dsp.run.gradient_hooks import GradientHook
 from dsp.run.lookup import InTurn, NoKey
 from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
@@ -33,7 +33,6 @@ from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
 
-FUNCTIONS = Intercepting()
 SAME = "same"  # the recipe of what returns its first argument as it is
 
 

@@ -269,7 +269,7 @@ def own_function(tensors: Iterable[Tensor]) -> str:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) and not node.name().startswith(OF_AN_OP):
+        if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith(OF_AN_OP):
             return node.name().removesuffix("Backward")
         waiting += [of for of, _ in node.next_functions]
     return ""
