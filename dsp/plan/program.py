@@ -54,10 +54,9 @@ class Program:
     def pushes(self) -> dict[int, Layout]:
         """The layout that a value's producer switches it to.
 
-        The producer switches a value that no op needs in the layout produced: that is the earliest place, and in the
-        producer's own dtype. All other moves are made before the use. So are those of a value written in place (it is
-        read through the tensor that was written), of one that shares memory with that, and of a replicated, expanded
-        tensor.
+        A producer switches the values that no op needs in the layout produced: earliest, and in their own dtype. Other
+        moves are made before the use. So are those of values written in place (which are read through the tensor that
+        was written), of values that share memory with these, and of replicated tensors that were expanded.
         """
         made = {
             v: (step, key, k) for step in self.found.steps
@@ -75,11 +74,9 @@ class Program:
         return found
 
     def meet(self) -> None:
-        """Make moves of tensors that enter one op together before that op, not at their producers, to share a
-        collective.
-
-        Not inside an activation checkpoint, which would repeat the moves; nor if all have one producer, where they
-        share a collective already.
+        """Make moves of tensors that enter one op together before that op, not at their producers: one collective.
+        
+        Not inside an activation checkpoint, which would repeat it; nor if all have one producer, where they share one.
         """
         t, uses = self.trace, dict[int, list[int]]()
         for k, op in enumerate(t.ops):
@@ -117,8 +114,7 @@ class Program:
         }
 
     def script(self, pieces: Mapping[int, int] = NOTHING, ahead: Mapping[int, Container[int]] = NOTHING) -> Script:
-        """Write the script; pieces: op -> the number of pieces of a stage call; ahead: op -> the values that arrive in
-        pieces."""
+        """Write the script; pieces: op -> pieces of a stage call; ahead: op -> the values that arrive in pieces."""
         t = self.trace
         script = Script({param: self.entry.get(v) for param, v in t.inputs.items()}, t.random_glue)
         script.compiled = bool(t.compiled)

@@ -194,7 +194,7 @@ class Rehearsal:
         return self.problem(tracer, bound, tensors_in((args, kwargs)))
 
     def problem(self, tracer: Tracer, bound: list[Bound], given: list[Tensor]) -> Trace | None:
-        """The planner's problem of the recorded forward; `bound`: those of the inputs `given` that are declared."""
+        """The planner's problem of the recorded forward; `bound`: the inputs `given` that have a parameter."""
         return self.choices.of(tracer.record, self.how.given, self.how.gather_output).trace(self.resident())
 
 
