@@ -127,8 +127,7 @@ class PlannedTraffic:
             yield "recompute", m.kind, m.src, m.dst
 
     def collective(self, m: Move) -> Hashable:
-        """A key that moves of one collective share: switches of small tensors at one place, except copies made of
-        others."""
+        """A key that moves of one collective share: switches of small tensors at one place, not copies of copies."""
         if (
             m.kind != "switch"
             or m in self.overlaps.moves
