@@ -75,7 +75,7 @@ class Program:
 
     def meet(self) -> None:
         """Make moves of tensors that enter one op together before that op, not at their producers: one collective.
-        
+
         Not inside an activation checkpoint, which would repeat it; nor if all have one producer, where they share one.
         """
         t, uses = self.trace, dict[int, list[int]]()
