@@ -97,7 +97,7 @@ class Loads:
 
 
 def switches(found: Solved, sent: Mapping[Move, tuple[int, int]]) -> list[Switch]:
-    """Every switch and gather of a forward; `sent`: its bytes, and its calls that it shares with no earlier move."""
+    """Every switch and gather of a forward; `sent`: bytes, and calls without those shared with an earlier move."""
     values, ops = found.trace.values, found.trace.ops
     return [
         Switch(

@@ -1,4 +1,4 @@
-"""The time that switches take behind a stage that runs piece by piece."""
+"""The time of switches that is hidden behind a stage that runs piece by piece."""
 
 from __future__ import annotations
 

@@ -119,15 +119,15 @@ def plan(
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
 
-    A forward that reads its data is run once, on inputs that have some. args, kwargs: what its forward takes (meta
-    tensors will do, but for such a forward); stages: as for `parallelize`, by default
-    ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
-    by default that of the model; gather_output: whether the outputs are gathered, as for `parallelize`; given: the
-    parameters whose arguments will be DTensors, sharded already, and their placement; hardware: what the ranks are and
-    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory); wire, route,
-    overlap: what switches send, how they go, and which travel while stages compute, as for `parallelize`, where "auto"
-    decides by `hardware`; ``wire="auto"`` permits fewer bits, which are not exact. Raises ValueError on a stage that
-    does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    A forward that reads its data is run once, on real inputs. args, kwargs: the arguments of the forward (meta tensors
+    will do, unless it reads its data); stages: as for `parallelize`, by default ``model.stages``; memory: bytes a rank
+    may hold, parameters included; dtype: the floating-point type to plan for, by default that of the model;
+    gather_output: whether the outputs are gathered, as for `parallelize`; given: the parameters whose arguments will be
+    DTensors, sharded already, and their placement; hardware: the devices and the links between them, for an estimate in
+    seconds (it neither changes the layouts nor limits the memory); wire, route, overlap: the formats and routes of
+    switches, and which travel while stages compute, as for `parallelize`, where "auto" decides by `hardware`;
+    ``wire="auto"`` permits fewer bits, which are not exact. Raises ValueError on a stage that does not fit, and
+    `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     found, root = stages_of(model, stages)
     goal = Goal(

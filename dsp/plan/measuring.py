@@ -153,7 +153,7 @@ class MeasuringTracer(Tracer):
         return [(id(b), version(b)) for b in clone.buffers()], None if self.twins else fingerprint(clone)
 
     def look_at_places(self) -> None:
-        """Refuse flex_attention in the stage that ran if it reads positions, which differ on a shard."""
+        """Refuse flex_attention in the stage that ran if it reads positions that differ on a shard."""
         node, stage, *_ = self.recorder.pending
         options = node.options
         now, whole = self.now, self.attended

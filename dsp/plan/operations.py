@@ -489,7 +489,7 @@ class Operations(Choices):
                 self.values[v] = replace(self.values[v], fixed=True)
 
     def fold(self, name: str, out: Ref, x: Ref) -> None:
-        """Note a view that exists because its tensor is dense in memory; a shard may not be, and be copied."""
+        """Note a view of a tensor that is not contiguous: a shard may have other strides, and be copied instead."""
         if out.memory == x.memory and not x.dense:
             self.folded.setdefault(x.memory, name)
 

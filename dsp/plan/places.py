@@ -16,7 +16,7 @@ from dsp.rules.flex import plain
 from dsp.slices import call_part, slices
 from dsp.stages import Option, Stage
 
-PLACES = "sample", "head", "query"  # positions that count anew on a shard of the queries
+PLACES = "sample", "head", "query"  # positions that start from 0 on a shard of the queries
 Read = int | None  # how a position is read: the size of the dim that it indexes, or None for its value
 ASIDE = frozenset("new_ones new_zeros new_full new_empty new_tensor ones_like zeros_like full_like __get__".split())
 SAME = frozenset("to long int clone detach contiguous".split())

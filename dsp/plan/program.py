@@ -54,9 +54,9 @@ class Program:
     def pushes(self) -> dict[int, Layout]:
         """The layout that a value's producer switches it to.
 
-        A producer switches the values that no op needs in the layout produced: earliest, and in their own dtype. Other
-        moves are made before the use. So are those of values written in place (which are read through the tensor that
-        was written), of values that share memory with these, and of replicated tensors that were expanded.
+        A value that no op needs in the layout produced is switched by its producer: at the earliest place, in its own
+        dtype. Other moves are made before the use. So are those of values written in place (which are read through the
+        tensor that was written), of values that share memory with these, and of replicated tensors that were expanded.
         """
         made = {
             v: (step, key, k) for step in self.found.steps

@@ -1,4 +1,4 @@
-"""A forward that branches on its data: it cannot be planned on fake tensors, but from a run on real ones."""
+"""A forward that branches on its data: it is planned from a run on real tensors, not on fake ones."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class Recorder:
 
     def root_outputs(self, output: Any) -> None:
         """Record that the model returned: the record is complete."""
-        ends = tensors_in(output)  # keeps the tensors, with which nodes of custom functions would be freed
+        ends = tensors_in(output)  # the tensors are kept: nodes of custom functions do not outlive them
         self.record.outputs = [self.ref(t) for t in ends]
         self.reached = leading_to(edge(t) for t in ends)
         self.record.reached = {number for e, number in self.edges.items() if e in self.reached}

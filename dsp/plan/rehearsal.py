@@ -151,7 +151,7 @@ class FullRehearsal(Rehearsal):
 
     @contextmanager
     def followed(self, tracer: Tracer) -> Iterator[None]:
-        """The same context, in which random numbers drawn do not count and progress is shown."""
+        """The same context, which also shows progress, and restores random states after a run on real tensors."""
         assert isinstance(tracer, MeasuringTracer)
         cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if self.how.real else ()
         drawn = torch.random.fork_rng(devices=cuda) if self.how.real else nullcontext()

@@ -3,8 +3,8 @@
 The result of a forward on fake tensors depends only on the module and on its inputs' shapes and dtypes: there is no
 data. So two modules of one `fingerprint` are twins, and a call of one with inputs of one `call_key` returns what such a
 call returned before. Objects that a module holds are compared by their attributes. Objects that cannot be compared by
-value are compared by identity; this costs time, but is safe. So are objects among the arguments, such as each layer's
-cache, because a call may write into them. `discover` skips layers by the same fingerprint.
+value are compared by identity; this costs time, but is safe. Objects among the arguments, such as each layer's cache,
+are compared by identity too, because a call may write into them. `discover` skips layers by the same fingerprint.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def contents(buffer: Tensor) -> Hashable:
 
 
 def fingerprint(module: nn.Module, buffers: bool = False) -> Hashable:
-    """The state that a module's forward depends on, without its numbers, and without hooks of a distributed run.
+    """The state that a module's forward depends on, without numbers of tensors and hooks of a distributed run.
 
     buffers: include the numbers of its buffers, for a forward that has data.
     """
@@ -183,9 +183,9 @@ class StageOutput:
     """A recipe for a stage's output, to be made from the tensors of another call."""
 
     kept: list[Any]
-    spec: Any  # the tree of the output; for each leaf:
-    values: list[Any]  # the leaf itself, or
-    tensors: list[int | None]  # the number of a tensor, counted over the inputs and then the new tensors
+    spec: Any  # the tree of the output
+    values: list[Any]  # for each leaf: its value, unless it is a tensor
+    tensors: list[int | None]  # for each leaf: the number of its tensor among inputs and new tensors
     like: list[Any]  # for each new tensor: size, strides, dtype and device, and whether it requires grad
 
     def make(self, inputs: list[Tensor]) -> Any:

@@ -108,8 +108,8 @@ class Plan:
     `flops_whole`: those that every rank repeats; `flops_model`: those on one process without recomputation, by which
     utilisation (MFU) is counted. touched: bytes that operations read and write in a step, likewise, if nothing is
     fused. share: the largest tensor that a rank holds between the model's inputs and outputs, over the largest on one
-    process: 1/N is the least. whole: the glue that every rank runs in full though its tensor is longer than 1.5/N of
-    that. sends: bytes and calls by phase and kind of collective. `exact` is False if the search was cut short.
+    process: 1/N is the least. whole: the glue that every rank runs in full on tensors longer than 1.5/N of the
+    latter. sends: bytes and calls by phase and kind of collective. `exact` is False if the search was cut short.
     hardware: the hardware that the plan is for, if given; `estimate` then has the seconds of a step. wire: the formats
     in which switches travel. ways: their routes over several nodes; `links` then has the bytes and calls within and
     between nodes, by phase, of the busiest rank of each; a direct switch is one call, between. overlaps: the switches

@@ -24,8 +24,8 @@ def add(to: Each, kind: str, each: Sequence[int], calls: int) -> None:
 
 class PlannedTraffic:
     """The collectives of a step. `sendings` are those outside of stages. `own` has for each move forward the bytes that
-    the busiest rank sends, and its calls that it shares with no earlier move. `links` has the traffic of switches by
-    link, on an axis of several nodes."""
+    the busiest rank sends, and its calls without those shared with an earlier move. `links` has the traffic of
+    switches by link, on an axis of several nodes."""
 
     def __init__(self, found: Solved, program: Program, goal: Goal, overlaps: Overlaps) -> None:
         self.found, self.program, self.goal, self.trace, self.overlaps = found, program, goal, found.trace, overlaps
@@ -202,7 +202,7 @@ class PlannedTraffic:
         if self.goal.kept_inside or not step.event.grad:
             return 0
         # a stage is recomputed to its end: it saves tensors after it sends. A stage that is a checkpoint inside a
-        # checkpointed region is recomputed twice: the region saves the inputs of its last stage, and stops there
+        # checkpointed region is recomputed twice, unless it is the region's last: the region stops at its inputs
         itself = self.goal.again_inside or step.event.own
         return itself + self.again(step.at, after=itself)
 

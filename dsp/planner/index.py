@@ -89,8 +89,7 @@ class Digest(NamedTuple):
 
 
 class Index:
-    """The facts that a problem implies: each value's producer and possible layouts, and the ops that want each
-    layout."""
+    """The facts that a problem implies: each value's producer and layouts, and the ops that want each layout."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -129,7 +128,7 @@ class Index:
 
     def settle(self) -> None:
         """Fix an op to run replicated if that costs nothing, its inputs are replicated, and its tensors are no longer
-        than others must be. No cheaper plan is lost."""
+        than the longest that every plan holds. No cheaper plan is lost."""
         must = max((min(run.largest for run in runs.values()) for runs in self.runs), default=0)
         for k, (op, runs) in enumerate(zip(self.problem.ops, self.runs)):
             if len(runs) == 1 or not op.outputs or any(self.problem.values[v].fixed for v in op.outputs):

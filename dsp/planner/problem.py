@@ -121,7 +121,7 @@ class Problem:
 class Move:
     """A new copy of a value in layout `dst`, made from its copy in `src`; the busiest rank sends `bytes`.
 
-    Op `before` runs next: the first op that needs the copy, or a copy made from it, or (under a capacity) the memory
+    The move precedes op `before`: the first that needs the copy, a copy made from it, or (under a capacity) the memory
     that a smaller copy frees. Op `after` produced the value (-1: an input), so no move of the value can start earlier.
     """
 

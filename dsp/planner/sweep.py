@@ -28,7 +28,7 @@ class _Label(NamedTuple):
     state: tuple[Copies, ...]
     parent: _Label | None = None
     choice: int = 0
-    goals: tuple[Copies, ...] = ()  # the copies of each live value just before op k, before any is dropped
+    goals: tuple[Copies, ...] = ()  # the copies of each live value at the op, before any is dropped
 
 
 class _Option(NamedTuple):
@@ -63,7 +63,7 @@ class Sweep:
         ahead, left = _rest(len(runs) * len(live) for runs, live in zip(self.facts.runs, self.facts.live)), WORK
         for k in range(len(self.facts.runs)):
             self.say(f"{len(self.facts.runs) - k} operations to lay out")
-            if self.capacity == inf:  # with a memory limit, a plan that fits is worth the time
+            if self.capacity == inf:  # with a memory limit, a plan that fits is worth any time
                 self.width = min(STATES, max(FEW, left // max(ahead[k], 1)))
             labels = [new for label in labels for new in self.extend(k, label)]
             left -= len(labels) * len(self.facts.live[k])

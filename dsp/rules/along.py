@@ -149,7 +149,7 @@ def taken_by_index(f: Frame) -> Outcome:
 
 @rule("index_add index_copy scatter scatter_add")
 def put_by_index(f: Frame) -> Outcome:
-    x, index, rows = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")  # whole rows, by one index each
+    x, index, rows = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")  # entire rows, one index each
     given = f.get(3, "source" if rows else "src")
     beside = [o for o in ((x, given) if rows else (x, index, given)) if isinstance(o, Operand)]
     if rows and index.cut is not None:

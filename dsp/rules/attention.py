@@ -16,7 +16,7 @@ from dsp.layout import Cut, chunk
 from dsp.rows import Rows
 from dsp.rules.call import DealtRows, Frame, Outcome, align, rule
 
-Heads = Callable[[Tensor], Tensor]  # from the key heads that a rank read, one for each of its query heads
+Heads = Callable[[Tensor], Tensor]  # from the key heads that a rank read to one for each of its query heads
 
 
 @rule("scaled_dot_product_attention", piecewise=True)
@@ -102,7 +102,7 @@ def _flash_takes(query: Tensor, value: Tensor) -> bool:
 def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple[Outcome, Heads | None]:
     """Sharded along heads, dim `at` (negative), if query heads share key heads: a rank reads those that it needs.
 
-    The second result gives each query head its key head; None if a rank has full groups.
+    The second result gives each query head its key head; None if this rank has only full groups.
     """
     heads, shared = q.shape[at], k.shape[at]
     if shared != v.shape[at] or heads % shared or any(o.cut.outer != 1 for o in (q, k, v) if o.cut):

@@ -202,7 +202,7 @@ def apart(
     names: str, why: str = "it works along the sharded dim", mixed: Callable[[Frame, Operand], Any] = lambda f, x: (),
     filled: bool = False, func: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
-    """Register a rule for operations that keep their first argument's dims and mix only some, those of `mixed`.
+    """Register a rule for operations that keep their first argument's dims, and mix no dims but those of `mixed`.
 
     filled: they refuse empty tensors; func: a function to call instead.
     """
