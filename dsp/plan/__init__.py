@@ -1,1 +1,1 @@
-"""Plans: a forward without data is traced, the planner solves what comes out, and a run follows the script of it."""
+"""Plans: a forward without data is traced, the planner solves the trace, and a run follows the resulting script."""

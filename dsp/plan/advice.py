@@ -1,4 +1,4 @@
-"""Advice where glue runs whole: why it does, and what may help."""
+"""Advice where glue runs replicated: the reason, and what may help."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dsp")
 
-LETTERS = "xyzuvwpqrijkmndefgachlost"  # of dims that have no name
-OPERATIONS = 3  # of which the reasons are told
+LETTERS = "xyzuvwpqrijkmndefgachlost"  # for dims without a name
+OPERATIONS = 3  # operations whose reasons are reported
 
 
 def remedy(root: StagePattern | None, t: Trace, plan: Plan, replan: Callable[[StagePattern], Plan]) -> str:
-    """A sentence on why glue runs whole, and what would help: more inputs in the root pattern, if that does.
+    """A sentence on why glue runs replicated, and what would help: more inputs in the root pattern, if these do.
 
-    replan: a plan with another root pattern.
+    replan: makes a plan with another root pattern.
     """
     if not plan.whole:
         return ""
@@ -49,7 +49,7 @@ def remedy(root: StagePattern | None, t: Trace, plan: Plan, replan: Callable[[St
 
 
 def reasons(t: Trace, plan: Plan) -> Iterator[tuple[str, str]]:
-    """The operations that take most and run whole, by name, each with why its rule refuses a sharded tensor."""
+    """The most expensive replicated operations, by name, each with the reason why its rule refuses a shard."""
     nodes = {(f.node.name, generic(f.node.module)): f.node for f in t.facts if isinstance(f.node, OperationNode)}
     for node in [nodes[w.name, w.module] for w in plan.whole[:OPERATIONS] if (w.name, w.module) in nodes]:
         syms = [(i, t.tracked[x.number]) for i, x in enumerate(node.operands) if x.number in t.tracked]
@@ -62,7 +62,7 @@ def reasons(t: Trace, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def with_unnamed(root: StagePattern, t: Trace, plan: Plan) -> str:
-    """The root pattern with those inputs that it leaves out and that are as long as a share of what runs whole."""
+    """The root pattern, with the inputs that it lacks if they are as long as a share of the replicated glue."""
     letters, least = iter([x for x in LETTERS if x not in t.sizes]), min(w.bytes for w in plan.whole) / plan.size
     unnamed = {param: x for param, x in t.unnamed.items() if param.isidentifier() and x.ndim and x.nbytes >= least}
     more = [str(TensorPattern(axes_of(x, t.sizes, letters), frozenset(), param)) for param, x in unnamed.items()]
@@ -71,7 +71,7 @@ def with_unnamed(root: StagePattern, t: Trace, plan: Plan) -> str:
 
 
 def axes_of(x: Tensor, sizes: Mapping[str, int], letters: Iterator[str]) -> tuple[tuple[str], ...]:
-    """The names of a tensor's dims: each that of the model's one dim of its size, or else the next letter."""
+    """The names of a tensor's dims: the name of the model's only dim of this size, or else the next letter."""
     names = list[str]()
     for d, size in enumerate(x.shape):
         alike = [name for name, own in sizes.items() if own == size and name not in names]

@@ -1,8 +1,8 @@
-"""Layouts offered backwards: a tensor that an operation makes larger is switched before that operation.
+"""Layouts offered backwards: a tensor that an operation enlarges is switched before that operation.
 
-A spare dim becomes a layout at the operation that needs it: the channels of a scan, where the loop over time
-begins. By then the tensor may be many times what it was made of: ``a = exp(dt[..., None] * A)`` has the channels of
-`dt` and as many states. So operations that take a dim from their operands as it is offer it, too, back to where the
+A spare dim becomes a layout at the operation that needs it, such as the channels of a scan where the loop over time
+begins. By then the tensor may be much larger than its operands: ``a = exp(dt[..., None] * A)`` has the channels of `dt`
+times the states. So operations that keep a dim of their operands offer it as a layout too, back to the place where the
 tensors are smallest.
 """
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from dsp.plan.operation import Operation
     from dsp.plan.values import Values
 
-DEPTH = 64  # operations from where a dim becomes a layout to where its tensor is smallest
+DEPTH = 64  # most operations between the place where a dim becomes a layout and that where its tensor is smallest
 
 
 class Backwards:
-    """The operations of a draft that keep a dim as it is, and the least bytes at which each value can be switched."""
+    """The operations of a draft that keep a dim, and the least bytes at which each value can be switched."""
 
     def __init__(self, draft: Values, taken: Mapping[int, Operation]) -> None:
         self.draft, self.taken = draft, taken
@@ -34,7 +34,7 @@ class Backwards:
         self.known: dict[tuple[int, Cut], float] = {}
 
     def complete(self) -> None:
-        """Offer each dim that became a layout late to the earlier operations whose tensors are smaller."""
+        """Offer each dim that became a layout late to earlier operations with smaller tensors."""
         draft = self.draft
         for v, at in sorted(self.makers.items(), key=lambda item: -item[1]):
             have = {c.gives[0] for c in draft.ops[at].choices}
@@ -43,7 +43,7 @@ class Backwards:
                     self.offer(at, cut)
 
     def least(self, v: int, cut: Cut, depth: int = 0) -> float:
-        """Bytes to switch so that a value lies so: its own, or those of its operands. A gather counts N times."""
+        """The least bytes to switch for a value in this layout: its own or its operands'. A gather counts N times."""
         if (v, cut) not in self.known:
             self.known[v, cut] = own = self.size(v)
             if v in self.makers and depth < DEPTH and (ways := self.operands(self.makers[v], cut)) is not None:
@@ -53,7 +53,7 @@ class Backwards:
         return self.known[v, cut]
 
     def size(self, v: int) -> int:
-        """Bytes of a value; float64 counts as float32: a cast down within a test in float64 saves nothing real."""
+        """Bytes of a value; float64 counts as float32: a cast down in a test in float64 saves nothing real."""
         value = self.draft.values[v]
         return value.nbytes // value.itemsize * min(value.itemsize, 4)
 
@@ -61,11 +61,11 @@ class Backwards:
         return 0 if self.draft.whole[v] else self.size(v)
 
     def made(self, sym: Sym, cut: Cut) -> Cut:
-        """The cut of a value, as it was made, that a view of it shows as `cut`."""
+        """The cut of a value, as its producer returned it, that a view of it shows as `cut`."""
         return next(of for of, own in itertools.chain(sym.cuts.items(), sym.spare.items()) if own == cut)
 
     def operands(self, at: int, cut: Cut) -> list[tuple[Sym, Cut | None]] | None:
-        """Operands and their cuts for a result that is cut so; None if the operation does not keep that dim."""
+        """The operands and their cuts for a result with this cut; None if the operation does not keep that dim."""
         op, found = self.taken[at], list[tuple[Sym, Cut | None]]()
         out, places = op.outputs[0], dict[int, Cut]()
         for i, t in enumerate(op.tracked):
@@ -85,7 +85,7 @@ class Backwards:
         return None if outcome.numbers is not None or outcome.sizes else found
 
     def offer(self, at: int, cut: Cut) -> None:
-        """Add a choice to an operation: its result in a layout that was offered since."""
+        """Add a choice to an operation: its result in a layout that was offered later."""
         draft, op = self.draft, self.taken[at]
         needs: dict[int, Cut | None] = {}
         for sym, own in self.operands(at, cut) or ():
@@ -93,7 +93,7 @@ class Backwards:
                 draft.offer_spare(sym, own)
             need = None if own is None else self.made(sym, own)
             if needs.setdefault(sym.value, need) != need:
-                return  # two views of one value that lie differently
+                return  # two views of one value that need different layouts
         if not needs:
             return
         made = draft.ops[at]

@@ -1,4 +1,4 @@
-"""The planner's problem of a forward, as a pass over its record: the choices that each of its nodes offers."""
+"""The planner's problem, derived from the record of a forward: the choices that each node offers."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ WRITES = (
 
 
 class Choices(Values):
-    """Collects the planner's problem from the nodes of a record; operations between stages run on whole tensors."""
+    """Collects the planner's problem from a record's nodes. Operations between stages run on replicated tensors."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record)
         self.inputs: dict[str, int] = {}
         self.facts: list[NodeFacts] = []
-        self.compiled: dict[str, None] = {}  # names of functions between stages that were to be
+        self.compiled: dict[str, None] = {}  # names of compiled functions that ran between stages
 
     @classmethod
     def of(cls, record: Record, given: Mapping[str, Cut], gather: bool) -> Choices:
         """The choices of a forward.
 
-        given: the cuts of the inputs that arrive sharded; gather: whether its outputs are gathered. Raises GlueError
-        and NotationError for what a sharded tensor may not enter.
+        given: the cuts of inputs that arrive sharded; gather: whether the outputs are gathered. Raises GlueError and
+        NotationError where a sharded tensor is used and must not be.
         """
         made = cls(record)
         made.read(given, gather)
@@ -43,7 +43,7 @@ class Choices(Values):
 
     @classmethod
     def refuse(cls, record: Record, given: Mapping[str, Cut]) -> None:
-        """Raise what `of` would of the nodes of a record, which need not be complete."""
+        """Raise the errors that `of` raises for the nodes of a record, which may be incomplete."""
         cls(record).read(given, gather=True)
 
     def read(self, given: Mapping[str, Cut], gather: bool) -> None:
@@ -69,11 +69,11 @@ class Choices(Values):
             self.operation(node)
 
     def sharded(self, t: Ref) -> bool:
-        """Tell whether a tensor that is read as a whole, without a trace of it, is a sharded one."""
+        """Tell whether a tensor whose data is read in full may be sharded."""
         return self.sym(t) is not None
 
     def operation(self, node: OperationNode) -> None:
-        """One operation between stages."""
+        """Add an operation between stages."""
         syms = [self.sym(t) for t in node.operands]
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         self.facts.append(facts := NodeFacts(node, [None if s is None else s.value for s in syms]))
@@ -91,14 +91,14 @@ class Choices(Values):
     # --- stages ---
 
     def stage(self, node: StageNode) -> None:
-        """One call of a stage."""
+        """Add a call of a stage."""
         measured, sizes, syms = node.measured, node.sizes, self.operands_of(node)
         first = node.region is None or all(event.region != node.region for event in self.events)
         values = list(dict.fromkeys(s.value for s in syms if s is not None))
         tensors, results = [r.tensor for r in node.results], node.results
         out_cuts = [self.cuts_of(p, t, own) for t, p, own in results]
         choices = [self.option(node, option, self.needs(option, values, syms), out_cuts) for option in node.options]
-        if node.again and (first or node.own):  # backward starts anew from its inputs
+        if node.again and (first or node.own):  # its backward starts over from its inputs, so they are kept
             kept = [[self.values[v].local_bytes(k, self.n) for v, k in zip(values, c.needs)] for c in choices]
             choices = [replace(c, saved=c.saved + sum(own)) for c, own in zip(choices, kept)]
         produced = [
@@ -114,7 +114,7 @@ class Choices(Values):
         self.add(Op(node.name, tuple(values), tuple(produced), tuple(choices)), event, node, tensors)
 
     def operands_of(self, node: StageNode) -> list[Sym | None]:
-        """The operands of a stage as it reads, and perhaps writes, them."""
+        """The operands of a stage. Its facts are noted, and the edges of operands that it writes into."""
         given = map(self.sym, node.given)
         self.facts.append(NodeFacts(node, [None if s is None else s.value for s in given]))
         for t, error in node.nested:
@@ -131,7 +131,7 @@ class Choices(Values):
     def option(
         self, node: StageNode, option: Option, needs: tuple[Layout, ...], out_cuts: Sequence[Mapping[str, Cut]]
     ) -> Choice:
-        """A stage sharded along one dim, or run whole."""
+        """The choice of a stage sharded along one dim, or replicated."""
         measured, results = node.measured, node.results
         share, sends = option.share(self.n), measured.sends.get(option.name, CommBytes())
         passing = adding_up(option.onto, results[0].tensor, results[0].sizes, self.n) if option.onto else None
@@ -147,7 +147,7 @@ class Choices(Values):
         )
 
     def cuts_of(self, p: TensorPattern, t: Ref, sizes: Mapping[str, int]) -> dict[str, Cut]:
-        """The dims of a pattern that a tensor may be sharded along, and where they lie."""
+        """The dims of a pattern that a tensor may be sharded along, and their cuts."""
         cuts = {}
         for name in p.names:
             cut = cut_for(p, t.shape, name, sizes)
@@ -158,12 +158,12 @@ class Choices(Values):
     def patterned(
         self, t: Ref, name: str, sizes: Mapping[str, int], cuts: Mapping[str, Cut], whole: bool, p: TensorPattern
     ) -> int:
-        """Track a tensor that has a pattern, which may be sharded along the dims of `cuts`, as a new value."""
+        """Track a tensor with a pattern as a new value, which may be sharded along the dims of `cuts`."""
         names = {cut: dim for dim, cut in cuts.items()}
         return self.value(t, name, {cut: sizes[dim] for cut, dim in names.items()}, names, whole, letters_in(p))
 
     def needs(self, option: Option, values: Iterable[int], syms: list[Sym | None]) -> tuple[Layout, ...]:
-        """The layout that an option of a stage takes of each value."""
+        """The layout of each value that an option of a stage needs."""
         found = []
         for v in values:
             need: set[Layout] = set()
@@ -173,7 +173,7 @@ class Choices(Values):
                 if cut is not None and cut not in sym.cuts.values():
                     self.offer_spare(sym, cut)
                 need.add(next((of for of, own in sym.cuts.items() if own == cut), None) if cut else None)
-            # one value in two arguments that need it differently: gathered, then cut for each
+            # two arguments that need different layouts of one value: it is gathered, then split for each
             found.append(need.pop() if len(need) == 1 else None)
         return tuple(found)
 
@@ -204,15 +204,15 @@ class Choices(Values):
             if (sym := self.sym(t)) is None:
                 continue
             self.used([t], [sym])
-            cuts = [] if gather else [of for of, own in sym.cuts.items() if not own.joined]  # which no DTensor is
+            cuts = [] if gather else [of for of, own in sym.cuts.items() if not own.joined]  # a DTensor has none
             choices = [Choice((of,), (), rank=int(is_batch(self.names[sym.value][of]))) for of in cuts]
             event = Event("output", position, "output", operands=[sym], grad=t.requires_grad)
             self.add(Op("output", (sym.value,), (), tuple(choices or [Choice((None,), ())])), event, None, [t])
 
-    # --- what comes of it ---
+    # --- the result ---
 
     def leave_out_dead_ends(self) -> None:
-        """A gradient comes from what the forward returns: none to what is detached later, or used no more."""
+        """Note which results get no gradient from the outputs: those detached or unused later."""
         reached = self.record.reached
         for k, (op, event, made) in enumerate(zip(self.ops, self.events, self.made)):
             asked = [bool(edges & reached) for edges in made]
@@ -221,7 +221,7 @@ class Choices(Values):
         self.grads = [bool(edges & reached) for edges in self.edges]
 
     def trace(self, resident: int = 0) -> Trace:
-        """The planner's problem; `resident`: bytes that each rank holds anyway."""
+        """The planner's problem; `resident`: bytes that each rank holds in any case."""
         self.leave_out_dead_ends()
         self.values = [replace(value, apart=self.apart(v)) for v, value in enumerate(self.values)]
         return Trace(
@@ -232,18 +232,18 @@ class Choices(Values):
 
 
 def with_asked(c: Choice, asked: Sequence[bool]) -> Choice:
-    """A choice where a gradient comes to these of the results."""
+    """A choice whose backward traffic counts the results that get a gradient."""
     passing = c.execution and c.execution.passing
     return replace(c, execution=replace(c.execution, passing=passing.where(asked))) if passing else c
 
 
 def adding_up(along: str, t: Ref, sizes: Mapping[str, int], n: int) -> Passing:
-    """The traffic that adds up a stage's results, one sum for each rank, and leaves them sharded along a dim."""
+    """The reduce-scatter that adds up a stage's results, one term from each rank, and shards the sum along a dim."""
     value = Value("", ((along, sizes[along]),), t.element_size(), numel=t.numel())
     there = MOVES["reduce_scatter"].sent(value, None, along, n)
     return Passing("reduce_scatter", "gather", tuple(there), tuple(MOVES["gather"].sent(value, along, None, n)))
 
 
 def letters_in(p: TensorPattern) -> list[str]:
-    """The name of each axis of a tensor in a pattern: that of a fold is its last dim's."""
+    """The name of each axis of a tensor in a pattern; a fold has the name of its last dim."""
     return [axis[-1] if axis else "" for axis in p.axes]

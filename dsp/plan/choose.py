@@ -1,4 +1,4 @@
-"""How many ranks? The smallest number that fits, the fastest, and whether sequence parallelism pays at all."""
+"""The number of ranks to use: the smallest that fits, the fastest, and whether sequence parallelism pays at all."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from dsp.wire import SAME, permitted
 
 @dataclass(frozen=True)
 class Sizing:
-    """A plan for every number of ranks, what fits and what it takes; ``print(sizing)`` is a table with a verdict.
+    """A plan for every number of ranks, whether it fits, and its time; ``print(sizing)`` is a table with a verdict.
 
-    smallest: the fewest ranks whose peak fits in the memory, None if none does. fastest: those of the shortest step
-    among the sizes that fit.
+    smallest: the fewest ranks whose peak fits in the memory, None if no peak does. fastest: the number of ranks with
+    the shortest step, among those that fit.
     """
 
     hardware: Hardware
@@ -101,15 +101,15 @@ def choose(
     route: str | Route | None = None,
     overlap: int | str | Hardware | None = None,
 ) -> Sizing:
-    """Plan `model` for every number of ranks in `sizes`: which is the smallest that fits, and which the fastest.
+    """Plan `model` for every number of ranks in `sizes`, and find the smallest that fits and the fastest.
 
     args, kwargs, stages, dtype: as for `dsp.plan`; nothing is allocated or run, and meta tensors will do. hardware:
-    its memory is what has to suffice. resident: what weights, gradients and optimizer states take of a rank in bytes,
-    given sp; by default the weights alone, whole, which is right for inference. recompute: activation checkpointing
-    of every stage, so that only their inputs are kept for backward; under ``torch.no_grad()`` nothing is. wire, route,
-    overlap: what switches send, how they go, and which travel while stages compute, as for `dsp.parallelize`; where
-    they are "auto", the quickest together by `hardware`. ``wire="auto"`` permits fewer bits, which are not exact. Where
-    no plan fits, the row shows the cheapest one's peak.
+    its memory is the limit. resident: the bytes of weights, gradients and optimizer states on a rank, as a function of
+    sp; by default those of the weights alone, replicated, as in inference. recompute: activation checkpointing of every
+    stage, which keeps only its inputs for backward; under ``torch.no_grad()`` nothing is kept. wire, route, overlap:
+    the formats and routes of switches, and which travel while stages compute, as for `dsp.parallelize`; "auto" takes
+    the quickest combination by `hardware`. ``wire="auto"`` permits fewer bits, which are not exact. If no plan fits,
+    the row shows the cheapest one's peak.
     """
     if not sizes or any(size < 1 for size in sizes):
         raise ValueError(f"sizes are numbers of ranks, got {tuple(sizes)}")
@@ -129,7 +129,7 @@ def choose(
         now = replace(goal, size=size, ways=way.over(size, hardware))
         plan = quickest(t, named, now)
         if plan.peak > hardware.memory:
-            with suppress(Infeasible):  # one that sends more may take less
+            with suppress(Infeasible):  # a plan that sends more may need less memory
                 plan = quickest(t, named, replace(now, memory=int(hardware.memory)))
         plans[size] = plan
     fitting = [size for size, plan in plans.items() if plan.peak <= hardware.memory]

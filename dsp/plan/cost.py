@@ -1,4 +1,4 @@
-"""The cost of a plan's ops for the busiest rank: work, memory, and what is sent before each."""
+"""The cost of a plan's ops for the busiest rank: work, memory, and the bytes sent before each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dsp.text import generic
 
 
 class Loads:
-    """The loads of one rank by op: `shares` of what it computes, and `held`, bytes of the largest tensor that it
-    holds and of the largest that one process does."""
+    """The loads of one rank by op: `shares` of the computation, and in `held` the bytes of the largest tensor on the
+    rank, and of the largest on one process."""
 
     def __init__(self, found: Solved) -> None:
         self.found, self.trace, self.size = found, found.trace, found.size
@@ -41,12 +41,12 @@ class Loads:
         return step.op.share(step.choice, self.trace.values, self.size)
 
     def largest(self, step: Decision) -> tuple[int, int]:
-        if step.event.kind == "output":  # what the caller asked for
+        if step.event.kind == "output":  # full, if the caller asked for it
             return 0, 0
         layouts = [(v, key) for v, key in step.op.layouts(step.choice) if v not in self.trace.stretched]
         own = [self.local(v, key) for v, key in layouts]
         whole = [self.trace.values[v].nbytes for v, _ in layouts]
-        if step.event.kind == "stage" and step.passing is not None:  # its sums are of everything
+        if step.event.kind == "stage" and step.passing is not None:  # each rank's sum has the full size
             own += whole
         return max([*own, int(step.event.largest * self.shares[step.at])]), max([*whole, step.event.largest])
 
@@ -62,7 +62,7 @@ class Loads:
         return [(work + more) * share for work, more, share in zip(self.flops, surplus, self.shares)]
 
     def touched(self, step: Decision) -> float:
-        """Bytes that the busiest rank reads and writes in a step: as it computes, but outside of cut weights."""
+        """Bytes that the busiest rank reads and writes in a step: its share; outside of cut weights, everything."""
         stage, (outside, inside) = self.found.stage(step), step.event.touched
         share = self.shares[step.at]
         whole = stage is not None and stage.whole
@@ -74,13 +74,13 @@ class Loads:
 
     @property
     def peak(self) -> int:
-        """The most that glue takes which no plan shards."""
+        """The peak during glue that the plan cannot shard."""
         saved = accumulate((step.choice.saved for step in self.found.steps), initial=self.trace.resident)
         next(saved)
         return max((s + e.memory[0] for s, e in zip(saved, self.trace.events) if e.kind == "whole"), default=0)
 
     def whole(self) -> list[Whole]:
-        """The glue that runs whole, longer than 1.5/N of the longest: what takes most first."""
+        """The glue that runs replicated on tensors longer than 1.5/N of the longest, the most expensive first."""
         total, found = max(sum(self.flops), 1), dict[tuple[str, str], Whole]()
         for step, (own, _), work in zip(self.found.steps, self.held, self.flops):
             event = step.event
@@ -88,7 +88,7 @@ class Loads:
                 continue
             if own * self.size < 1.5 * self.longest or self.size == 1:
                 continue
-            if event.kind == "glue" and not event.largest:  # nothing is made: a view, or numbers that are read
+            if event.kind == "glue" and not event.largest:  # it makes no tensor: a view, or a read of numbers
                 continue
             key = event.name, generic(event.module)
             known = found.get(key, Whole(*key, 0, 0.0, 0))
@@ -97,7 +97,7 @@ class Loads:
 
 
 def switches(found: Solved, sent: Mapping[Move, tuple[int, int]]) -> list[Switch]:
-    """Every switch and gather of a forward; `sent` has its bytes, and its calls that are not another's."""
+    """Every switch and gather of a forward; `sent`: bytes, and calls without those shared with an earlier move."""
     values, ops = found.trace.values, found.trace.ops
     return [
         Switch(
@@ -115,7 +115,7 @@ def switches(found: Solved, sent: Mapping[Move, tuple[int, int]]) -> list[Switch
 
 
 def rows(loads: Loads, of_move: Mapping[Move, tuple[int, int]], pieces: Mapping[Move, int]) -> list[StageRow]:
-    """A row for every stage call, and for glue that something is sent for. pieces: of moves that travel in several."""
+    """A row for each stage call, and for each operation that sends. pieces: the number of pieces of a cut move."""
     found, made = loads.found, list[StageRow]()
     before: dict[int, list[Move]] = {}
     for m in found.solution.moves:
@@ -142,20 +142,20 @@ def rows(loads: Loads, of_move: Mapping[Move, tuple[int, int]], pieces: Mapping[
 
 
 def of_stage(row: StageRow, stage: Stage, step: Decision, loads: Loads) -> StageRow:
-    """The row with what a stage computes over, along what else it might be sharded, and its part of all FLOPs."""
+    """The row, with the dims that the stage computes over, other dims to shard it along, and its share of all FLOPs."""
     order = dict.fromkeys(x for p in stage.pattern.inputs for x in p.names if x in p.computed)
     free = tuple(dict.fromkeys(c.execution.option.name for c in step.op.choices if apart(c)))
     return replace(row, computes=tuple(order), free=free, part=loads.flops[step.at] / max(sum(loads.flops), 1))
 
 
 def apart(choice: Choice) -> bool:
-    """Tell whether this choice shards a stage along another dim than batch."""
+    """Tell whether this choice shards a stage along a dim other than batch."""
     option = choice.execution.option if choice.execution else None
     return option is not None and option.name is not None and not is_batch(option.name)
 
 
 def layout_of(t: Trace, step: Decision, moves: list[Move]) -> str | None:
-    """The dim that an operation is sharded along, by the name of what was moved for it, if anything was."""
+    """The name of the dim that an operation is sharded along: of a moved operand, if there is one."""
     needs = dict(zip(step.op.inputs, step.choice.needs))
     ends = [(m.value, m.dst) for m in moves if m.dst is not None and m.dst == needs.get(m.value)]
     return next((t.name(v, cut) for v, cut in (*ends, *needs.items()) if cut is not None), None)
@@ -164,7 +164,7 @@ def layout_of(t: Trace, step: Decision, moves: list[Move]) -> str | None:
 def moved(
     t: Trace, moves: list[Move], step: Decision, along: str | None, inside: list[str], pieces: Mapping[Move, int]
 ) -> str:
-    """The traffic before an op that runs `along` a dim, by its name for that, and of the op by itself."""
+    """The moves before an op that is sharded `along` a dim, which is named so, and the op's own collectives."""
     needs, texts = dict(zip(step.op.inputs, step.choice.needs)), list[str]()
     for m in moves:
         src, dst = t.name(m.value, m.src), t.name(m.value, m.dst)

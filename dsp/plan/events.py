@@ -1,4 +1,4 @@
-"""The trace of a forward: the planner's problem, and where each of its decisions applies in a run."""
+"""The trace of a forward: the planner's problem, and the place in a run where each of its decisions applies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dsp.stages import Option
 
 @dataclass
 class Sym:
-    """A tracked tensor: its value, and for every layout of that value, a cut of it, the cut of this tensor, its view.
+    """A tracked tensor: its value, and for each layout of the value (a cut of it) the cut of this tensor, a view of it.
 
-    `spare` is the same for dims that are no layouts yet, channels or heads: an operation that needs one makes it a
-    layout of the value (`Values.offer_spare`).
+    `spare` is the same for dims that are not layouts yet, channels or heads: when an operation needs one,
+    `Values.offer_spare` makes it a layout of the value.
     """
 
     value: int
@@ -29,11 +29,11 @@ class Sym:
 
 
 class Passing(NamedTuple):
-    """A collective by which the parts of an op are put together, its adjoint, and what each rank sends in either.
+    """The collective that combines the ranks' parts of an op, its adjoint, and the bytes that each rank sends in both.
 
-    pieces: what each rank sends in backward for each of the op's results, if each is made of a part of its own. after:
-    what each rank sends when the op has run, for each result that travels then in a collective of its own, as its
-    gradient does in backward, which is among `pieces` alone; returns: how many there are in backward.
+    pieces: for each result of the op, what each rank sends in backward, if each result comes from a separate part;
+    after: for each result that travels in a collective of its own after the op, what each rank sends (its gradient,
+    which also has its own collective, is in `pieces`); returns: the number of collectives in backward.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Passing(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Bytes of the busiest rank forward."""
+        """Bytes that the busiest rank sends forward."""
         return max(map(sum, zip(self.forward, *self.after)))
 
     @property
@@ -54,7 +54,7 @@ class Passing(NamedTuple):
         return 1 + len(self.after)
 
     def where(self, asked: Sequence[bool]) -> Passing:
-        """The same where a gradient comes to these of the results."""
+        """The same traffic if only these results get a gradient."""
         own = [piece for piece, asks in zip(self.pieces, asked) if asks]
         if self.after:
             every = [piece for piece in (self.backward, *own) if any(piece)]
@@ -64,23 +64,23 @@ class Passing(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """How an op runs by one of its choices."""
+    """The way an op runs under one of its choices."""
 
-    option: Option | None = None  # of a stage
-    sends: CommBytes = field(default_factory=CommBytes)  # inside of a stage
-    surplus: float = 0.0  # FLOPs of the busiest rank beyond those of its chunk, at full size
-    passing: Passing | None = None  # of a stage, where it sums
-    source: Cut | None = None  # where a source is made in parts
-    copied: bool = False  # whether what would be a view is a copy
-    apart: bool = False  # whether what is joined stays sharded piece by piece
+    option: Option | None = None  # for a stage
+    sends: CommBytes = field(default_factory=CommBytes)  # inside a stage
+    surplus: float = 0.0  # FLOPs of the busiest rank beyond its chunk's share, at full size
+    passing: Passing | None = None  # for a stage that sums
+    source: Cut | None = None  # the cut of a new tensor that is made in shards
+    copied: bool = False  # whether a copy takes the place of a view
+    apart: bool = False  # whether joined operands stay sharded one by one
 
 
 @dataclass
 class Event:
-    """Where a planner op happens in a run: a stage call, a glue op, or the model's output."""
+    """The place of a planner op in a run: a stage call, a glue op, or the model's output."""
 
-    kind: str  # "stage", "glue", "source", "output"; "whole": glue on tensors that no plan shards
-    index: int  # the how-many-th stage call, glue op or output
+    kind: str  # "stage", "glue", "source", "output"; "whole": glue on tensors that the plan cannot shard
+    index: int  # its position among the stage calls, glue ops or outputs
     name: str
     operands: list[Sym | None] = field(default_factory=list)  # tracked tensor arguments, in order
     sizes: dict[str, int] = field(default_factory=dict)
@@ -89,25 +89,25 @@ class Event:
     grad: bool = False  # whether its outputs take part in backward
     memory: tuple[int, int] = (0, 0)  # (work, saved) bytes at full size
     flops: int = 0  # of its forward at full size
-    touched: tuple[int, int] = (0, 0)  # bytes its forward reads and writes, likewise: outside and inside of `Inside`
-    operations: int = 0  # of a stage's forward
+    touched: tuple[int, int] = (0, 0)  # bytes read and written at full size: outside and inside of `Inside`
+    operations: int = 0  # in a stage's forward
     random: bool = False
     largest: int = 0  # bytes of the largest tensor it makes
     module: str = ""  # the module whose forward it is in
     line: str = ""  # of the user's code, as "model.py:37"
     written: bool = False  # a glue op that writes in place
-    constants: list[Any] = field(default_factory=list)  # what a stage returned beside tensors
-    shares: list[bool] = field(default_factory=list)  # by result: whether another, or what it read, has its memory
-    made: list[dict[str, int]] = field(default_factory=list)  # by result of a stage: dims that no input has
+    constants: list[Any] = field(default_factory=list)  # non-tensors that a stage returned
+    shares: list[bool] = field(default_factory=list)  # by result: whether another, or an operand, has its memory
+    made: list[dict[str, int]] = field(default_factory=list)  # by result of a stage: sizes of dims that no input has
 
 
 @dataclass
 class NodeFacts:
-    """A node as a plan has to know it, beside its choices.
+    """The facts of a node that a run needs beside its decision.
 
-    values: what each tensor that it reads is a part or a view of (None: it is whole on every rank); same: it returns
-    its first argument as it is; copied: it looks like a view, and makes a value of its own; fresh: it might return a
-    view, and makes memory of its own.
+    values: the value that each tensor read belongs to (None: replicated); same: the node returns its first argument
+    unchanged; copied: it looks like a view but makes a value of its own; fresh: it might return a view but allocates
+    memory.
     """
 
     node: OperationNode | StageNode
@@ -119,38 +119,38 @@ class NodeFacts:
 
 @dataclass
 class Trace:
-    """The planner's ops and values, with the event of each op and what else the run needs to know.
+    """The planner's ops and values, the event of each op, and further facts that the run needs.
 
-    A layout of a value is a cut of the tensor that its producer returned; `names` has the name of its dim.
+    A layout of a value is a cut of the tensor that its producer returned; `names` has the names of the dims.
     """
 
     values: list[Value]
     grads: list[bool]
-    names: list[dict[Cut, str]]  # of each value
+    names: list[dict[Cut, str]]  # for each value
     ops: list[Op]
     events: list[Event]
     inputs: dict[str, int]  # model parameter -> value
     random_glue: bool
     resident: int
     recompute: bool = False  # whether every stage is recomputed in backward
-    whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that asks for its gradient
-    stretched: set[int] = field(default_factory=set)  # values that take no memory of their own: shorter ones, expanded
+    whole_grads: list[int] = field(default_factory=list)  # bytes of each undeclared input that requires a gradient
+    stretched: set[int] = field(default_factory=set)  # values without memory of their own: shorter ones, expanded
     facts: list[NodeFacts] = field(default_factory=list)  # of operations and stages, in order
-    saves: dict[int, float] | None = None  # per activation checkpoint: the last event that saves, if that is known
+    saves: dict[int, float] | None = None  # activation checkpoint -> the last event that saves, if known
     sizes: dict[str, int] = field(default_factory=dict)  # of the dims that the root pattern names
     unnamed: dict[str, Tensor] = field(default_factory=dict)  # the inputs that the root pattern leaves out
     left: list[Tensor] = field(default_factory=list)  # sharded tensors of earlier calls that the forward met
-    compiled: list[str] = field(default_factory=list)  # what torch.compile was given, and is followed uncompiled
-    tracked: dict[int, Sym] = field(default_factory=dict)  # by the number of a tensor in the record
+    compiled: list[str] = field(default_factory=list)  # functions passed to torch.compile, followed uncompiled
+    tracked: dict[int, Sym] = field(default_factory=dict)  # by number in the record
     record: Record | None = None
-    reads: str = ""  # that and where the forward reads its data, if it does: then this is the record of one run
+    reads: str = ""  # what reads data, and its line, if the forward does so: then this is the record of one run
 
     def name(self, value: int, cut: Layout) -> str | None:
-        """The name of a value's layout; None where it is whole."""
+        """The name of a value's layout; None if replicated."""
         return None if cut is None else self.names[value][cut]
 
     def forwards(self, event: Event) -> int:
-        """The cost of a step in forwards: backward is two, every activation checkpoint one more."""
+        """The cost of an event in a training step, in forwards: backward counts as two, a recomputation as one."""
         region = event.region is not None
         again = region + (event.own or (self.recompute and event.kind == "stage" and not region))
         return 1 + (2 + again) * event.grad

@@ -1,4 +1,4 @@
-"""The time that switches hide behind a stage which runs piece by piece."""
+"""The time of switches that is hidden behind a stage that runs piece by piece."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from dsp.hardware import Hardware, Link
 
-EXCHANGE = 40  # operations that last as long as to send and receive a piece that holds nothing: 0.5 ms of a CPU
+EXCHANGE = 40  # operations that take as long as an exchange of an empty piece: 0.5 ms of a CPU
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stage call in one phase on the busiest rank: what it computes, in how many operations, and what its switches
-    send. packed: the format that each of these packs, if it does."""
+    """A stage call in one phase on the busiest rank: what it computes, its number of operations, and what its switches
+    send. packed: the format of each switch that is packed."""
 
     flops: float
     touched: float
@@ -23,7 +23,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Overlapped:
-    """The switches behind a stage call, in so many pieces (1: left alone, for a `reason`)."""
+    """The switches behind a stage call, and the number of pieces (1: not cut, for a `reason`)."""
 
     name: str
     switches: int
@@ -32,24 +32,24 @@ class Overlapped:
     reason: str = ""
 
     def more(self, hardware: Hardware, phase: Phase) -> float:
-        """Seconds that pieces cost beside one: each runs every operation, is sent, and packs, by itself."""
+        """Seconds that pieces cost more than one: each runs every operation, is sent, and is packed on its own."""
         operations = phase.operations + EXCHANGE * self.switches
         packing = sum(hardware.packs(form, 0) for form in phase.packed)
         return (self.pieces - 1) * (operations * hardware.launch + packing)
 
     def costs(self, hardware: Hardware) -> float:
-        """Seconds of a step likewise."""
+        """The same seconds for a step."""
         return sum(self.more(hardware, p) for p in self.phases)
 
     def alone(self, hardware: Hardware, link: Link) -> float:
-        """Seconds of a step for the stage and then its switches, one after the other."""
+        """Seconds of a step in which the switches run after the stage."""
         return self.costs(hardware) + sum(
             hardware.computing(p.flops, p.touched) + link.seconds(p.bytes, self.switches * self.pieces)
             for p in self.phases
         )
 
     def together(self, hardware: Hardware, link: Link) -> float:
-        """Seconds of a step where each piece travels while the next one is computed, as far as cores are left for
+        """Seconds of a step in which each piece travels while the next is computed, as far as cores are free for
         both."""
         found = 0.0
         for p in self.phases:
@@ -59,6 +59,6 @@ class Overlapped:
         return found
 
     def hides(self, hardware: Hardware, size: int) -> float:
-        """Seconds of a step in which switches travel while the stage computes."""
+        """Seconds of a step that are saved because switches travel while the stage computes."""
         link = hardware.axis(size)
         return self.alone(hardware, link) - self.together(hardware, link)

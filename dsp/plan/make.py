@@ -1,4 +1,4 @@
-"""A plan: a trace solved, and the script that a run follows."""
+"""A plan: a solved trace, and the script that a run follows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dsp.routes import Route
 from dsp.stages import Stage, declared
 from dsp.wire import SAME, Wire, permitted
 
-WORTH = 0.03  # of a step, that fewer bits have to save
+WORTH = 0.03  # the share of a step that fewer bits have to save
 
 
 def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
@@ -59,7 +59,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         flops_alone=sum(loads.flops),
         flops_whole=sum(f for f, share in zip(loads.flops, shares) if share == 1),
         flops_model=sum(event.flops * (1 + 2 * event.grad) for event in t.events),
-        # what is sent is copied once, to lie as it goes or comes
+        # a tensor that is sent is copied once, on packing or unpacking
         touched=int(sum(map(loads.touched, found.steps))) + 2 * sum(total.values()),
         touched_alone=loads.touched_alone,
         cut_weights=sum(inside.cut for stage in stages.values() for inside in stage.inside),
@@ -80,8 +80,8 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
 
 
 def quickest(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
-    """The plan of the shortest step by `goal.hardware`, of those that a goal leaves open: each format that it permits
-    and, where a route takes whole switches another way than their pieces, with and without overlap."""
+    """The plan with the shortest step by `goal.hardware`, among those that the goal leaves open: each permitted format,
+    and, where a route sends a full switch another way than its pieces, with and without overlap."""
     plans = [make_plan(t, stages, goal)]
     if goal.hardware is None or not any(s.kind == "switch" for s in plans[0].switches):
         return plans[0]
@@ -92,7 +92,7 @@ def quickest(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
 
 
 def shortest(steps: Sequence[tuple[Wire, float]]) -> int:
-    """The place of the shortest of some steps, the exact ones of which come first: fewer bits have to save WORTH."""
+    """The index of the shortest step; exact ones come first, and fewer bits must save the share WORTH to win."""
     best = 0
     for at, (wire, seconds) in enumerate(steps):
         worth = WORTH if wire != steps[best][0] else 0.0
@@ -119,15 +119,15 @@ def plan(
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
 
-    A forward that reads its data is run once, on inputs that have some. args, kwargs: what its forward takes (meta
-    tensors will do, but for such a forward); stages: as for `parallelize`, by default
-    ``model.stages``; memory: bytes a rank may hold, parameters included; dtype: the floating-point type to plan for,
-    by default that of the model; gather_output: whether the outputs are gathered, as for `parallelize`; given: the
-    parameters whose arguments will be DTensors, sharded already, and their placement; hardware: what the ranks are and
-    how they are joined, for an estimate in seconds (it does not change the layouts, nor limit the memory); wire, route,
-    overlap: what switches send, how they go, and which travel while stages compute, as for `parallelize`, where "auto"
-    decides by `hardware`; ``wire="auto"`` permits fewer bits, which are not exact. Raises ValueError on a stage that
-    does not fit, and `dsp.planner.Infeasible` if nothing fits in the memory.
+    A forward that reads its data is run once, on real inputs. args, kwargs: the arguments of the forward (meta tensors
+    will do, unless it reads its data); stages: as for `parallelize`, by default ``model.stages``; memory: bytes a rank
+    may hold, parameters included; dtype: the floating-point type to plan for, by default that of the model;
+    gather_output: whether the outputs are gathered, as for `parallelize`; given: the parameters whose arguments will be
+    DTensors, sharded already, and their placement; hardware: the devices and the links between them, for an estimate in
+    seconds (it neither changes the layouts nor limits the memory); wire, route, overlap: the formats and routes of
+    switches, and which travel while stages compute, as for `parallelize`, where "auto" decides by `hardware`;
+    ``wire="auto"`` permits fewer bits, which are not exact. Raises ValueError on a stage that does not fit, and
+    `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     found, root = stages_of(model, stages)
     goal = Goal(
@@ -146,7 +146,7 @@ def plan_stages(
     goal: Goal,
     advise: bool = False,
 ) -> Plan:
-    """`plan` for stages that were found already. `advise`: where glue runs whole, say why, and what would help."""
+    """`plan` for stages that are known already. `advise`: where glue runs replicated, name the reason and a remedy."""
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     t = traced(
         model, stages, root, args, kwargs or {}, goal.size,
@@ -163,6 +163,6 @@ def plan_stages(
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
-    """The stages of a model, and the pattern of its own inputs and outputs: by default as it names them, or as is known
-    of its class."""
+    """The stages of a model, and the pattern of its inputs and outputs; by default those that the model names, or those
+    known for its class."""
     return declared(model, (getattr(model, "stages", None) or stages_for(model)) if stages is None else stages)

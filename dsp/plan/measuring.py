@@ -1,4 +1,4 @@
-"""The cost of stages and operations of a forward, measured while a recorder is told of them."""
+"""The cost of stages and operations of a forward, measured while a recorder observes it."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from dsp.tensors import map_tensors, tensors_in, version
 from dsp.text import Moving
 from dsp.traits import Traits, traits
 
-LEFT = (Sharded, DTensor)  # by earlier calls
+LEFT = (Sharded, DTensor)  # the types of tensors that earlier calls left sharded
 
 
 class MeasuringTracer(Tracer):
-    """Follows a forward on fake tensors, or on real ones, and measures memory, FLOPs and randomness of its stages."""
+    """Follows a forward on fake or real tensors, and measures memory, FLOPs and randomness of its stages."""
 
     def __init__(self, n: int, root_sizes: Mapping[str, int], recompute: bool = False, real: bool = False) -> None:
         super().__init__(n, root_sizes, real)
         self.record.measured, self.record.random = True, False
         self.recompute = recompute
-        self.now: list[Measured] = []  # of the stage that runs, if its twin ran before
+        self.now: list[Measured] = []  # of the running stage, if its twin ran before
         self.watch: Meter = Meter()
-        self.kept: dict[int, torch.UntypedStorage] = {}  # what glue saved for backward
+        self.kept: dict[int, torch.UntypedStorage] = {}  # memory that glue saved for backward
         self.resident: set[int] = set()  # memory of parameters and buffers
-        self.inside = [""]  # the modules that run now
+        self.inside = [""]  # paths of the running modules
         self.clones: dict[str, nn.Module] = {}  # of stages, on fake parameters
-        self.twins = False  # whether stages alike run once: then none may write to its attributes
+        self.twins = False  # equal stages run once: then none may write to its attributes
         self.line = Moving("plan")
         self.attended: list[FlexCall] = []  # calls of flex_attention in the stage that runs
-        self.left: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what earlier calls left, and what stands for it
+        self.left: dict[int, tuple[Tensor, Tensor]] = {}  # id -> a tensor that an earlier call left, and its stand-in
 
     def in_stage(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -90,11 +90,11 @@ class MeasuringTracer(Tracer):
         """The cost of the operation that ran last."""
         watch, apart, kept = self.watch, self.recorder.region() is None, self.kept_by_call
         self.record.random |= watch.random
-        saved = self.keep(kept) if apart else 0  # what a checkpoint saves is let go of
+        saved = self.keep(kept) if apart else 0  # a checkpoint drops what it saves
         return Cost(watch.flops, sum(watch.touched), watch.largest, watch.peak, saved, bool(kept))
 
     def standing(self, args: Any, kwargs: Any) -> Any:
-        """The same arguments with a tensor without data for each sharded one that an earlier call left, in a cache."""
+        """The same arguments, with a fake tensor in place of each sharded one that an earlier call left in a cache."""
         tensors = () if self.record.data else tensors_in((args, kwargs))
         if not any(isinstance(t, LEFT) for t in tensors):
             return args, kwargs
@@ -110,7 +110,7 @@ class MeasuringTracer(Tracer):
         return self.left[id(t)][1]
 
     def keep(self, kept: list[Tensor]) -> int:
-        """Bytes that were not kept for backward before; parameters are there anyway."""
+        """Bytes that are newly kept for backward; parameters exist anyway."""
         fresh = {k: s for k, s in storages(kept).items() if k not in self.kept and k not in self.resident}
         self.kept |= fresh
         return sum(storage.nbytes() for storage in fresh.values())
@@ -126,7 +126,7 @@ class MeasuringTracer(Tracer):
             self.recorder.module = self.inside[-1]
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[Measured]:
-        """A stage ran; what is measured of it will do for its twins."""
+        """Note that a stage ran; its measurements serve its twins."""
         self.now = []
         return self.now
 
@@ -148,12 +148,12 @@ class MeasuringTracer(Tracer):
         return given
 
     def state_of(self, stage: Stage) -> Any:
-        """The state that shows whether a stage wrote to what its modules hold."""
+        """A state that shows, by comparison, whether a stage wrote to tensors or attributes of its modules."""
         clone = self.clones[stage.name]
         return [(id(b), version(b)) for b in clone.buffers()], None if self.twins else fingerprint(clone)
 
     def look_at_places(self) -> None:
-        """Refuse flex_attention in the stage that ran if it reads places that are others on a part."""
+        """Refuse flex_attention in the stage that ran if it reads positions that differ on a shard."""
         node, stage, *_ = self.recorder.pending
         options = node.options
         now, whole = self.now, self.attended
@@ -218,13 +218,13 @@ class MeasuringTracer(Tracer):
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The memory of what is kept, but for parameters."""
+    """The memory of kept tensors, without parameters."""
     return {storage_id(t.untyped_storage()): t.untyped_storage() for t in kept if not isinstance(t, nn.Parameter)}
 
 
 @contextmanager
 def saving(kept: list[Tensor]) -> Iterator[None]:
-    """Collect what is saved for backward."""
+    """Collect the tensors that are saved for backward."""
 
     def pack(t: Tensor) -> Tensor:
         kept.append(t)

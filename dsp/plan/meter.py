@@ -16,7 +16,7 @@ from dsp.tensors import tensors_in
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of scores, and of what they weigh; several heads may share one of keys, which torch counts from 2.12 on."""
+    """FLOPs of scores and of the weighted sum; query heads may share a key head, which torch counts from 2.12 on."""
     return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
@@ -24,7 +24,7 @@ def visible(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     **_: Any,
 ) -> float:  # fmt: skip
-    """The share of all pairs of a query and a key that attention computes: of a causal one those that are seen."""
+    """The share of all pairs of query and key that attention computes: under a causal mask, the visible pairs."""
     n, m = query.shape[-2], key.shape[-2]
     if not is_causal or not n * m:
         return 1.0
@@ -39,7 +39,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
-# they return memory as it is
+# they do not read or write the memory that they return
 UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
 
 
@@ -47,9 +47,9 @@ class OpTraits(NamedTuple):
     """The facts of an operation that do not depend on its arguments."""
 
     flops: Callable[..., int] | None
-    draws: bool  # random numbers
-    touches: bool  # reads and writes memory: it is no view
-    makes: bool  # new tensors and nothing else
+    draws: bool  # whether it draws random numbers
+    touches: bool  # whether it reads or writes memory: views do not
+    makes: bool  # whether it makes new tensors and nothing else
 
 
 @cache
@@ -64,10 +64,10 @@ def facts(func: OpOverload) -> OpTraits:
 
 
 class Meter(TorchDispatchMode):
-    """Peak bytes of the tensors a block of code makes, its FLOPs, what it reads and writes, and whether it is random.
+    """Measures a block of code: peak bytes of the tensors it makes, FLOPs, bytes read and written, and randomness.
 
-    `touched` counts every one of the `operations` by itself, views aside, as it runs uncompiled, in two parts: [1] is
-    while `inside` is not 0. `part`: the share of the FLOPs of what runs now that a kernel does not leave out.
+    `touched` adds up the bytes of each of the `operations` as it runs uncompiled (views do not count), in two parts:
+    [1] counts while `inside` is not 0. `part`: the share of the running operation's FLOPs that its kernel computes.
     """
 
     def __init__(self) -> None:
@@ -76,14 +76,14 @@ class Meter(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        self.round += 1  # what was made before no longer counts when it goes
+        self.round += 1  # tensors of an earlier round no longer count when they are freed
         self.live = self.peak = self.largest = self.flops = self.operations = 0
         self.touched, self.inside, self.part = [0, 0], 0, 1.0
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, op = kwargs or {}, facts(func)
-        with torch._C.DisableTorchFunction():  # it is no operation of the forward's own
+        with torch._C.DisableTorchFunction():  # not an operation of the model's forward
             out = func(*args, **kwargs)
         if op.flops is not None:
             self.flops += int(op.flops(*args, **kwargs, out_val=out) * self.part)
@@ -91,7 +91,7 @@ class Meter(TorchDispatchMode):
             self.random = True
         if op.touches and (made := tensors_in(out)):
             self.operations += 1
-            # of an expanded tensor there is less than its size
+            # an expanded tensor has less memory than its size
             strided = (t for t in tensors_in((args, kwargs)) + made if t.layout == torch.strided)
             sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in strided)
             self.touched[self.inside > 0] += sum(sizes)
@@ -112,7 +112,7 @@ class Meter(TorchDispatchMode):
 
 
 def undropped(func: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether it is attention without dropout: CUDA's kernels are tagged as random for it, and draw nothing."""
+    """Tell whether a call is attention without dropout: CUDA's kernels are tagged as random, but draw nothing then."""
     names = [a.name for a in schema_of(func).arguments]
     given = {**dict(zip(names, args)), **kwargs}
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0

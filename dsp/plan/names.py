@@ -1,9 +1,9 @@
 """The names of dims in a plan: the user's own letters.
 
-A layout is a cut, and needs no name but for people. A dim that no pattern of its producer names is called as the first
-stage calls it that may be sharded along it, or as what is computed from it is; an einsum's by its letter; and
-else after the dim that it is made of, or the operation that made it, with a number: the result of a Linear over ``c``
-has ``c₁``, that of an embedding ``embedding₁``.
+A layout is a cut; only people need its name. A dim that its producer's pattern does not name is called as the first
+stage that may be sharded along it calls it, or as the dim computed from it is called; an einsum's by its letter. Any
+other dim is named after the dim that it derives from, or the operation that made it, with a number: a Linear over
+``c`` returns ``c₁``, an embedding ``embedding₁``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def letter(draft: Values, v: int, cut: Cut) -> str:
-    """The model's letter for a dim of a value, or for what it is made of; "" where there is none."""
+    """The model's letter for a dim of a value, or for the dim that it derives from; "" if there is none."""
     return draft.names[v][cut] or draft.letters[v][cut.dim]
 
 
 def letters_of(draft: Values, op: Operation) -> Callable[[Ref], list[str]]:
-    """The letters of an operation's results: dims of its first tracked tensor, but for an einsum."""
+    """The letters of an operation's results: those of its first tracked tensor, except for an einsum."""
     if op.name == "einsum" and op.node.args and isinstance(op.node.args[0], str):
         wanted = list(op.node.args[0].replace(" ", "").partition("->")[2])
         if "." not in wanted:
@@ -44,7 +44,7 @@ def letters_of(draft: Values, op: Operation) -> Callable[[Ref], list[str]]:
 
 
 def of_pieces(draft: Values, op: Operation, combo: Sequence[Layout], cut: Cut) -> str:
-    """The name of a dim that an operation joins: its pieces, as ``n+s``."""
+    """The name of a dim that an operation joins: the names of its pieces, as ``n+s``."""
     laid, found = dict(zip(op.values, combo)), list[str]()
     for sym in op.syms:
         if sym is None:
@@ -56,7 +56,7 @@ def of_pieces(draft: Values, op: Operation, combo: Sequence[Layout], cut: Cut) -
 
 
 def of_piece(name: str, joined: Cut, taken: Extent) -> str:
-    """The names of pieces taken of a joined dim, by their lengths."""
+    """The name of pieces taken from a joined dim, which are found by their lengths."""
     names, pieces = name.split("+"), joined.pieces(0)
     wanted = (taken,) if isinstance(taken, int) else taken
     starts = [i for i in range(len(pieces)) if pieces[i : i + len(wanted)] == wanted]
@@ -64,7 +64,7 @@ def of_piece(name: str, joined: Cut, taken: Extent) -> str:
 
 
 def origins(old: Sequence[int], new: Sequence[int]) -> list[int | None]:
-    """For each dim of a result the one that it lies in: by places in memory if as many, else by equal sizes."""
+    """For each dim of a result the dim that contains it: by places in memory if numel is equal, else by size."""
     starts, sizes = list(accumulate(old, mul, initial=1)), list(accumulate(new, mul, initial=1))
     if starts[-1] != sizes[-1] or not starts[-1]:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
@@ -98,14 +98,14 @@ def names_of(draft: Values) -> list[dict[Cut, str]]:
         for cut, name in own.items():
             if name not in names[v].values():
                 call(v, cut, name)
-    for op in reversed(draft.ops):  # backwards, so that what is made of a dim has its name already
+    for op in reversed(draft.ops):  # backwards, so that dims computed from a dim have names already
         for choice in op.choices:
             made = choice.gives[0] if choice.gives else None
             option = choice.execution.option if choice.execution else None
             wanted = option.name if option else made and names[op.outputs[0]].get(made)
             for v, cut in zip(op.inputs, choice.needs):
                 call(v, cut, wanted)
-    for op in draft.ops:  # and what is left by what it is made of
+    for op in draft.ops:  # the rest by the dims they derive from
         for choice in op.choices:
             for v, cut in zip(op.inputs, choice.needs):
                 number(v, cut)

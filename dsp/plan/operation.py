@@ -1,4 +1,4 @@
-"""One operation of glue as the planner sees it, and the ways in which it may run."""
+"""One operation of glue as the planner sees it, and its offers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dsp.rules import Frame, Outcome
 from dsp.rules.call import frame_of
 from dsp.rules.sources import EXPANDED
 
-Combo = tuple[Layout, ...]  # a layout for each value that an operation reads
+Combo = tuple[Layout, ...]  # the layout of each value that an operation reads
 
 
 @dataclass
 class Operation:
-    """An operation of a record on behalf of `n` ranks, with what is known of its operands."""
+    """An operation of a record, for a plan on `n` ranks, with the facts known about its operands."""
 
     node: OperationNode
     n: int
     syms: list[Sym | None]
     outputs: list[Ref] = field(default_factory=list)
     brought: dict[tuple[int, Cut], Cut | None] = field(default_factory=dict)
-    alone: OperationNode | None = None  # of new zeros: what costs something where they are whole
+    alone: OperationNode | None = None  # an operation on new zeros whose cost counts if they are replicated
 
     @property
     def index(self) -> int:
@@ -39,7 +39,7 @@ class Operation:
 
     @property
     def written(self) -> bool:
-        """Tell whether it wrote in place, into its first operand."""
+        """Tell whether the operation wrote in place, into its first operand."""
         return self.node.in_place
 
     @property
@@ -48,7 +48,7 @@ class Operation:
 
     @property
     def flops(self) -> int:
-        """FLOPs of it on one process, as far as they are known."""
+        """Its FLOPs on one process, if measured."""
         return self.node.cost.flops if self.node.cost is not None else 0
 
     @cached_property
@@ -57,7 +57,7 @@ class Operation:
 
     @cached_property
     def values(self) -> list[int]:
-        """Each value among its operands once."""
+        """The values among its operands, each once."""
         return list(dict.fromkeys(s.value for s in self.syms if s is not None))
 
     @property
@@ -71,12 +71,12 @@ class Operation:
 
     @property
     def stretches(self) -> bool:
-        """Tell whether its result stands for more numbers than it takes memory for."""
+        """Tell whether its result is an expanded view, with more numbers than it has memory for."""
         return self.name in EXPANDED and self.outputs[0].numel() > self.tracked[0].numel()
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest tensor that it makes, or writes; of a view none."""
+        """Bytes of the largest tensor that it makes or writes; 0 for a view."""
         made = self.tracked[:1] if self.written else self.outputs
         known = () if self.written else [t.memory for t in self.tracked]
         return max((t.nbytes for t in made if t.memory not in known), default=0)
@@ -92,19 +92,19 @@ class Operation:
             return error
 
     def cuts(self, layout: Mapping[int, Layout]) -> dict[int, Cut]:
-        """Where its tensors are cut, by position, if values are laid out so."""
+        """The cuts of its tensors, by position, for these layouts of values."""
         syms = [(i, s, layout.get(s.value)) for i, s in enumerate(self.syms) if s is not None]
         return {i: s.cuts[key] for i, s, key in syms if key is not None}
 
     def brings(self, v: int, cut: Cut) -> Cut | None:
-        """Where the outputs are cut if of all operands only this value is: which of them brings the dim."""
+        """The cut of the outputs if only this value is sharded: it shows which operand brings a dim of the outputs."""
         if (v, cut) not in self.brought:
             outcome = self.outcome(self.cuts({v: cut}))
             self.brought[v, cut] = None if isinstance(outcome, GlueError) else outcome.cut
         return self.brought[v, cut]
 
     def unfolded(self, how: str) -> GlueError:
-        """It writes into memory of which `how` made a view that on a part may be a copy."""
+        """The error for a write into memory of which `how` made a view, which on a shard may be a copy."""
         return self.frame({}).refuse(
             f"what it writes into has a view that {how}() made, and that is one for how the tensor lies in memory, "
             "where a rank's part may lie otherwise",
@@ -114,20 +114,20 @@ class Operation:
 
 @dataclass
 class Offers:
-    """How one operation of glue may run: choices for the planner, and the layouts of its outputs."""
+    """The offers of one operation: choices for the planner, and the layouts of its outputs."""
 
     choices: list[Choice] = field(default_factory=list)
     sizes: dict[Cut, Extent] = field(default_factory=dict)
     names: dict[Cut, str] = field(default_factory=dict)
-    origins: dict[Cut, tuple[int, Cut]] = field(default_factory=dict)  # the operand's layout that each is made of
-    resized: set[Cut] = field(default_factory=set)  # layouts in which each output has a size of its own
-    view: bool = True  # the same data in every layout
-    viewed: bool = False  # in some layout
+    origins: dict[Cut, tuple[int, Cut]] = field(default_factory=dict)  # layout -> the operand's from which it derives
+    resized: set[Cut] = field(default_factory=set)  # layouts in which outputs differ in size
+    view: bool = True  # whether all layouts share the operand's data
+    viewed: bool = False  # whether some layout does
     refusal: GlueError | None = None
-    through: bool = False  # whether a dim gets through as it is, that is neither batch nor joined of pieces
+    through: bool = False  # a dim other than batch or joined pieces passes unchanged
 
     def refuse(self, error: GlueError | None) -> None:
-        """One way is refused; the first reason is the one that is told."""
+        """Note that one way is refused; the first reason is reported."""
         if error is not None:
             self.refusal = self.refusal or error
             self.view = False
@@ -137,16 +137,16 @@ class Offers:
 
     @property
     def parts(self) -> list[Choice]:
-        """Those in which something is sharded."""
+        """The choices that shard something."""
         return [c for c in self.choices if any(c.needs)]
 
     @property
     def narrow(self) -> bool:
-        """Tell whether nothing but batch, joined pieces, or what is whole already gets through as it is."""
+        """Tell whether a way is refused or special, and no dim but batch or joined pieces passes unchanged."""
         return bool(self.refusal or any(c.execution for c in self.choices)) and not self.through
 
     @property
     def sent_by_one(self) -> bool:
-        """True if in some layout one rank holds what the operation takes of its only operand, and sends it to all."""
+        """Tell whether in some layout one rank holds the slice taken from the only operand, and sends it to all."""
         passing = [c.execution.passing for c in self.choices if c.execution and len(c.needs) == 1 and any(c.needs)]
         return any(p and p.kind == "all_reduce" for p in passing) and all(any(c.needs) for c in self.choices)

@@ -1,4 +1,4 @@
-"""Operations of glue as the planner sees them: the layouts of its operands that each takes, by the rules."""
+"""Operations of glue as the planner sees them: the layouts that each takes of its operands, by its rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED
 from dsp.traits import FILLED, SOURCES
 
-# they return their argument where there is nothing to do
+# they may return their argument unchanged
 SAME = frozenset(
     """
 contiguous flatten ravel to type type_as float double half bfloat16 bool byte short int long cpu cuda real conj
@@ -34,15 +34,15 @@ conj_physical resolve_conj resolve_neg positive dropout alpha_dropout feature_dr
 )
 
 JOINS = frozenset({"cat", "concat", "concatenate"})
-COMBOS = 256  # tried of an operation; where there are more, all its values lie alike
+COMBOS = 256  # combinations of layouts to try; if there are more, only those with one dim for all values
 
 
-SHORT = 8  # times that a rank's share of the longest tensor is longer than what may run whole from the start
-AGAIN = 4  # times that a pass starts again because a tensor is longer than all before it
+SHORT = 8  # a pass starts again if a share of the longest tensor is this many times a tensor that counted as long
+AGAIN = 4  # times that a pass may start again
 
 
 class Longer(Exception):
-    """A tensor is so long that others before it are short: they may run whole."""
+    """A tensor is so long that earlier tensors count as short: operations on those may run on replicated tensors."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -50,8 +50,8 @@ class Longer(Exception):
 
 
 class Saver(NamedTuple):
-    """An event that saves something for backward in an activation checkpoint: the one that comes at `at`, or else an
-    operation that is none, before it, whose results are those edges (None: not known)."""
+    """A save for backward in an activation checkpoint: by the event at `at`, or, unless `event`, by an operation
+    without an event just before it, whose results have the edges `ends` (None: not known)."""
 
     region: int
     at: int
@@ -60,18 +60,18 @@ class Saver(NamedTuple):
 
 
 class Operations(Choices):
-    """Offers the choices of operations between stages, by the rules."""
+    """Offers the choices of operations between stages, by their rules."""
 
     def __init__(self, record: Record, longest: int = 0, restarts: bool = False) -> None:
         super().__init__(record)
         self.restarts = restarts
-        self.longest = longest  # bytes of the longest value so far, or of one that is known to come
-        self.held = math.inf  # of what may not run whole because it is long beside that: the fewest bytes
-        self.folded: dict[int, str] = {}  # by memory, what made a view of it that on parts may be a copy
-        self.stretched: set[int] = set()  # values that are shorter ones, expanded
+        self.longest = longest  # bytes of the longest value so far, or of one known from an earlier pass
+        self.held = math.inf  # the fewest bytes that counted as long, so that an operation was not run replicated
+        self.folded: dict[int, str] = {}  # memory -> the maker of a view that on shards may be a copy
+        self.stretched: set[int] = set()  # values that are expanded from shorter ones
         self.savers: list[Saver] = []
-        self.taken: dict[int, Operation] = {}  # by op: those that make one value anew
-        self.filled: dict[int, Operation] = {}  # by number: new zeros with which nothing was done yet
+        self.taken: dict[int, Operation] = {}  # op -> an operation that makes one new value
+        self.filled: dict[int, Operation] = {}  # number -> new zeros that nothing has used yet
 
     @classmethod
     def of(cls, record: Record, given: Mapping[str, Cut], gather: bool) -> Operations:
@@ -81,7 +81,7 @@ class Operations(Choices):
             try:
                 made.read(given, gather)
                 break
-            except Longer as longer:  # what is long beside that is known only now
+            except Longer as longer:  # known only now; the next pass starts with it
                 longest = longer.nbytes // SHORT
         return made
 
@@ -105,7 +105,7 @@ class Operations(Choices):
         return super().value(t, name, sizes, names, whole, letters)
 
     def operation(self, node: OperationNode) -> None:
-        """One operation between stages."""
+        """Add an operation between stages."""
         name, written, tracked = node.name, node.in_place, node.operands
         self.meet(tracked, written)
         op = Operation(node, self.n, [self.sym(t) for t in tracked])
@@ -113,7 +113,7 @@ class Operations(Choices):
         if written and tracked and (edges := self.edges_of(tracked[0], op.syms[0])) is not None:
             edges.add(node.overwritten)
         if op.values:
-            self.used(tracked[written:], op.syms[written:])  # what is written was as it was, until now
+            self.used(tracked[written:], op.syms[written:])  # an operand written into had its edge noted above
             self.compiled |= dict.fromkeys(node.compiled)
             itself = node.returned == "tensor" and node.results[0].number == tracked[0].number
             if name in SAME and itself and not draws(name, node.args, node.kwargs):
@@ -126,9 +126,9 @@ class Operations(Choices):
             self.source(op, node.results[0], dict.fromkeys(source_cuts(op.frame({})), ""))
 
     def sharded(self, t: Ref) -> bool:
-        """Tell whether a tensor that is read as a whole, without a trace of it, is a sharded one.
+        """Tell whether a tensor whose data is read in full may be sharded.
 
-        One that was stretched from whole ones, a mask as a rule, is not: from there on it stays whole.
+        A tensor computed from replicated ones, such as an expanded mask, is not: from now on it stays replicated.
         """
         sym = self.sym(t)
         made = self.of_whole(sym.value) if sym is not None else None
@@ -138,7 +138,7 @@ class Operations(Choices):
         return sym is not None and made is None
 
     def of_whole(self, value: int) -> set[int] | None:
-        """The ops that make a value of whole tensors alone; None if there are others."""
+        """The ops that make a value from replicated tensors alone; None if it has other origins."""
         made = next((i for i, op in enumerate(self.ops) if value in op.outputs), None)
         if made is None or self.events[made].kind not in ("source", "glue") or self.events[made].name in FILLED:
             return None
@@ -146,7 +146,7 @@ class Operations(Choices):
         return None if None in before else {made}.union(*filter(None, before))
 
     def meet(self, tensors: Sequence[Ref], written: bool = False) -> None:
-        """The first thing that is done with new zeros: what is sharded is written into them, or they are whole."""
+        """Decide on new zeros at first use: a source if a sharded tensor is written into them, else replicated."""
         for i, t in enumerate(tensors):
             if (made := self.filled.pop(t.number, None)) is None:
                 continue
@@ -156,14 +156,14 @@ class Operations(Choices):
                 self.add_whole(made.alone)
 
     def source(self, op: Operation, out: Ref, cuts: dict[Cut, str]) -> None:
-        """A whole tensor is stretched, or one filled with a number: each rank may make its part alone, cut so."""
+        """Add a tensor, expanded or filled with a number, of which each rank may make only its shard (`cuts`)."""
         if not cuts:
             return
         sizes = {cut: cut.extent(out.shape[cut.dim]) for cut in cuts}
         value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
         if op.name in EXPANDED:
             self.stretched.add(value)
-        elif op.name in FILLED:  # to be written into: a part that a rank took of the whole would not do
+        elif op.name in FILLED:  # it will be written into, so a shard split from a full copy would not do
             self.values[value] = replace(self.values[value], fixed=True)
         choices = [
             Choice((), (cut,), rank=int(is_batch(name)), execution=Execution(source=cut)) for cut, name in cuts.items()
@@ -172,7 +172,7 @@ class Operations(Choices):
         self.add(made, Event("source", op.index, op.name), op.node)
 
     def glue(self, op: Operation) -> None:
-        """An operation on tensors that may be sharded."""
+        """Add an operation on tensors that may be sharded."""
         op.outputs = [*op.node.results]
         if op.name in DENSE and op.outputs[0].memory != op.tracked[0].memory:
             op.facts.fresh = True
@@ -193,7 +193,7 @@ class Operations(Choices):
         self.offer(op, self.found(op))
 
     def offer(self, op: Operation, found: Offers) -> None:
-        """Add an operation with what it offers: as a view, or as values of its own."""
+        """Add an operation with its offers: as a view, or with values of its own."""
         if found.view and op.outputs:
             found.view = self.is_view(op.outputs[0], op.tracked[0], found.viewed)
         if found.view and self.torn(op):
@@ -207,42 +207,42 @@ class Operations(Choices):
             self.make(op, found)
 
     def reads(self, op: Operation) -> None:
-        """It makes numbers of sharded tensors."""
+        """Add an operation that reads numbers from sharded tensors."""
         if not self.record.data:
             raise GlueError(
                 f"{op.name}() between stages reads values of a sharded tensor; compute it inside a stage, or from "
                 "replicated inputs"
             )
-        # the run finds them whole
+        # the run gathers them first
         event = Event("glue", op.index, op.name, operands=op.syms)
         self.add(Op(op.name, tuple(op.values), (), (Choice((None,) * len(op.values), ()),)), event, op.node)
 
     def found(self, op: Operation) -> Offers:
-        """The ways in which an operation may run."""
+        """The offers of an operation."""
         found = self.closed(op)
-        if found.narrow:  # what if it came along another dim?
+        if found.narrow:  # try other dims
             found = self.opened(op)
         if found.sent_by_one and op.name in ("getitem", "select") and not self.long(op.tracked):
-            found.choices.append(Choice((None,), (None,) * len(op.outputs)))  # gathered once, for each step of a loop
+            found.choices.append(Choice((None,), (None,) * len(op.outputs)))  # gathered once for all steps of a loop
         if not found.choices:
             self.run_whole(op, found, [] if op.written else op.outputs)
         elif op.outputs and not (op.written or found.sizes or found.parts) and self.long(op.outputs):
-            # its operands are whole anyway: what it makes is split for nothing, if it is long
+            # its operands are replicated anyway: a long result is split for free
             found.choices.clear()
             self.run_whole(op, found, op.outputs)
-        read = [t for t, s in zip(op.tracked, op.syms) if s is not None]  # weights are whole anyway
+        read = [t for t, s in zip(op.tracked, op.syms) if s is not None]  # weights are replicated anyway
         made = () if op.stretches else op.outputs
         may_be_whole = len(found.parts) < len(found.choices)
         if may_be_whole and any(c.rank == 0 for c in found.parts) and self.long((*read, *made)):
-            # nothing longer than a share of the longest tensor runs whole where it need not
+            # no tensor longer than a rank's share of the longest runs replicated without need
             found.choices = found.parts
         return found
 
     def closed(self, op: Operation) -> Offers:
-        """Along the dims that are layouts already, with what is short gathered."""
-        if op.written and op.into is None:  # into a tensor that is whole: so must be what it writes
+        """The offers along dims that are layouts already; short operands may be gathered."""
+        if op.written and op.into is None:  # a write into a replicated tensor needs replicated operands
             return Offers()
-        if op.name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product keeps apart
+        if op.name in PRODUCTS:  # one operand may be gathered, or both switched to a dim that the product does not sum
             return self.opened(op)
         self.align(op.tracked, op.syms)
         largest = max((t.numel() for t in op.outputs), default=0)
@@ -250,21 +250,21 @@ class Operations(Choices):
         return self.ways(op, lambda v: self.whole[v] or v in small)
 
     def opened(self, op: Operation) -> Offers:
-        """Along all dims, or with some of its operands gathered."""
+        """The offers along all dims, with any operand gathered."""
         for s in op.syms:
             if s is not None:
                 self.offer_spare(s)
         return self.ways(op, lambda v: True)
 
     def is_view(self, out: Ref, x: Ref, viewed: bool) -> bool:
-        """Tell whether what looks like a view (by its rule, if `viewed`) is one."""
-        # on shards none can tell: the next rank may see it otherwise
+        """Tell whether a result that looks like a view (by its rule, if `viewed`) is one."""
+        # in a run on shards memory does not decide: other ranks may see it differently
         return (viewed and self.record.data) or out.memory == x.memory
 
     def torn(self, op: Operation) -> bool:
-        """Tell whether it takes a dim apart, but not where its chunks end: into heads that the ranks do not divide.
+        """Tell whether it splits a dim where chunks would not end: into heads whose number N does not divide.
 
-        A value of its own can be sharded along them; as a view it could not.
+        A value of its own can be sharded along the heads; a view could not.
         """
         if len(op.tracked) > 1 or len(op.outputs) > 1:
             return False
@@ -275,7 +275,7 @@ class Operations(Choices):
         return first_part(old, new, 0) == self.batch and self.batch % self.n > 0
 
     def follow_view(self, op: Operation, found: Offers) -> None:
-        """The result is the same value."""
+        """Track the result as a view of the operand's value."""
         mapped = {c.needs[0]: c.gives[0] for c in found.choices if c.needs[0] and c.gives[0]}
         spare = {}
         for cut, own in op.first.spare.items():
@@ -286,7 +286,7 @@ class Operations(Choices):
         self.viewed.add(op.first.value)
 
     def make(self, op: Operation, found: Offers) -> None:
-        """The results are values of their own."""
+        """Add an operation whose results are values of their own."""
         choices, produced = found.choices, list[int]()
         if found.sizes:
             whole, letters = any(c.gives[0] is None for c in choices), letters_of(self, op)
@@ -296,7 +296,7 @@ class Operations(Choices):
                 self.origins |= {(produced[-1], cut): origin for cut, origin in found.origins.items()}
                 if op.stretches:
                     self.stretched.add(produced[-1])
-                if op.node.base is not None:  # what is used later may be another view of what was written
+                if op.node.base is not None:  # a later use may be another view of the base that was written
                     self.edges[produced[-1]].add(op.node.base)
         else:
             for t in op.outputs:
@@ -309,10 +309,10 @@ class Operations(Choices):
         made = Op(op.name, tuple(op.values), tuple(produced), tuple(choices))
         self.add(made, event, op.node, op.outputs or op.tracked[:1])
 
-    # --- the ways of an operation ---
+    # --- the offers of an operation ---
 
     def ways(self, op: Operation, gathered: Callable[[int], bool]) -> Offers:
-        """The layouts of its operands that an operation takes; `gathered` tells which values may come whole."""
+        """The offers for all layouts of the operands; `gathered`: tells which values may be gathered."""
         keys: list[list[Layout]] = []
         for v in op.values:
             own = [s for s in op.syms if s is not None and s.value == v]
@@ -326,7 +326,7 @@ class Operations(Choices):
             combos = self.alike(op, keys)
         for combo in combos:
             if any(combo) and op.into is not None and combo[op.values.index(op.into.value)] is None:
-                continue  # into a tensor that is whole: so must be what it writes
+                continue  # a write into a replicated tensor needs replicated operands
             if any(combo):
                 self.try_way(op, combo, found)
                 if op.name in JOINS:
@@ -336,12 +336,12 @@ class Operations(Choices):
         return found
 
     def alike(self, op: Operation, keys: Sequence[Sequence[Layout]]) -> list[Combo]:
-        """The combinations of layouts in which all values are sharded along a dim of one name, or all are whole."""
+        """The combinations in which all values are sharded along a dim of one name, or all are replicated."""
         named = [{cut and (self.names[v][cut] or cut): cut for cut in own} for v, own in zip(op.values, keys)]
         return [tuple(own[name] for own in named) for name in named[0] if all(name in own for own in named)]
 
     def try_way(self, op: Operation, combo: Combo, found: Offers, apart: bool = False) -> None:
-        """The rule's outcome for operands that lie so; `apart`: if what it joins stays sharded piece by piece."""
+        """Add the rule's outcome for operands in these layouts; `apart`: joined operands stay sharded one by one."""
         cuts = op.cuts(dict(zip(op.values, combo)))
         outcome = op.outcome(cuts, apart)
         if isinstance(outcome, GlueError):
@@ -368,7 +368,7 @@ class Operations(Choices):
         found.choices.append(Choice(combo, gives, bytes=sent, calls=calls, rank=int(batch), execution=special))
 
     def learn(self, op: Operation, combo: Combo, outcome: Outcome, cut: Cut, found: Offers) -> bool:
-        """Note the layout of the results that are cut so in `found`, and tell whether it is along batch."""
+        """Note the results' layout `cut` in `found`, and tell whether it is along batch."""
         if cut not in found.sizes:
             self.carry(op, combo, cut, found)
         if outcome.rows or outcome.sizes or cut.joined:
@@ -376,8 +376,8 @@ class Operations(Choices):
         return is_batch(found.names[cut])
 
     def carry(self, op: Operation, combo: Combo, cut: Cut, found: Offers) -> None:
-        """Note the size of a dim of the results, and its name, by that of the operand which brings it."""
-        # the model's own name for the dim, if there is one; batch is batch whatever else it is called
+        """Note the size and the name of the results' dim `cut`, after the operand that brings it."""
+        # the model's own name for the dim, if it has one; a name of batch goes first
         laid = [(v, own) for v, own in zip(op.values, combo) if own is not None]
         carry = [(v, own) for v, own in laid if op.brings(v, own) == cut] or laid
         names = [self.names[v][own] for v, own in carry]
@@ -391,12 +391,12 @@ class Operations(Choices):
             name = of_piece(name, own, extent)
         else:
             found.origins[cut] = v, own
-        # the dim itself, without those folded into its chunks
+        # the size of the dim itself, without dims folded into its chunks
         folded = isinstance(known, int) and isinstance(extent, int) and known and extent % known == 0
         found.sizes[cut], found.names[cut] = known if folded else extent, name
 
     def passing(self, op: Operation, outcome: Outcome, cuts: Mapping[int, Cut]) -> Passing | None:
-        """The traffic of ranks inside an operation: sums, numbers of each rank, or rows that others hold."""
+        """The traffic inside an operation: sums, numbers of each rank, or rows that other ranks hold."""
         if outcome.numbers is not None:
             wide = max(summed_in(op.tracked[i].dtype).itemsize for i in cuts)
             each = (outcome.numbers.numel * wide * (self.n - 1),) * self.n
@@ -420,7 +420,7 @@ class Operations(Choices):
         return Passing("rows", "rows", tuple(there), tuple(back), apart) if any(there) else None
 
     def dealt(self, op: Operation, dealing: DealtRows, cut: Cut) -> Passing | None:
-        """The traffic of an operand whose rows are dealt to the ranks, and of results that are brought back."""
+        """The traffic of an operand whose rows are dealt to the ranks, and of results that are sent back."""
         deal, x = dealing.deal, op.tracked[dealing.operand]
         none, after, pieces = (0,) * self.n, list[tuple[int, ...]](), list[tuple[int, ...]]()
         there, back = map(tuple, deal.sent(x.nbytes // deal.size))
@@ -432,7 +432,7 @@ class Operations(Choices):
         return Passing("rows", "rows", there, back, tuple(pieces), tuple(after)) if any(there) else None
 
     def run_whole(self, op: Operation, found: Offers, outputs: Sequence[Ref]) -> None:
-        """No dim is left to shard: gather the operands, run on every rank, and split again for nothing."""
+        """Run replicated, as no dim is left to shard: operands are gathered, and results may be split for free."""
         if op.into is not None:
             assert found.refusal is not None
             if not self.whole[op.into.value]:
@@ -455,14 +455,14 @@ class Operations(Choices):
             raise Longer(self.longest)
 
     def long(self, tensors: Iterable[Ref]) -> bool:
-        """Tell whether one of them is longer than a rank's share of the longest."""
+        """Tell whether one of the tensors is longer than a rank's share of the longest."""
         nbytes = max(t.numel() * t.element_size() for t in tensors)
         if self.n * nbytes > self.longest:
             self.held = min(self.held, nbytes)
         return self.n * nbytes > self.longest
 
     def cuts_of_filled(self, t: Ref) -> dict[Cut, str]:
-        """The dims that new zeros may be sharded along, with their names."""
+        """The cuts of the dims that new zeros may be sharded along, with the dims' names."""
         cuts = {Cut(d): "" for d, size in enumerate(t.shape) if size > 1}
         if self.batch > 1 and Cut(0) in cuts and t.shape[0] % self.batch == 0:  # the first is batch, or a fold with it
             cuts.pop(Cut(0))
@@ -470,7 +470,7 @@ class Operations(Choices):
         return cuts
 
     def align(self, tracked: Sequence[Ref], syms: Sequence[Sym | None]) -> None:
-        """Let each operand be sharded along what another one may be, where their dims meet."""
+        """Let each operand be sharded along the dims that other operands are, where they broadcast together."""
         known = {
             (c.dim - t.ndim, c.outer, t.shape[c.dim])
             for t, s in zip(tracked, syms) if s is not None
@@ -482,23 +482,23 @@ class Operations(Choices):
                     self.offer_spare(s, cut)  # type: ignore[arg-type]
 
     def fix(self, t: Ref, value: int) -> None:
-        """A tensor is written in place: if it has views or is one, all of them had better stay where they are."""
+        """Note a write in place: if the tensor has views or is one, none of these should be moved."""
         kin = self.sharing.get(t.memory, set()) | {value}
         if len(kin) > 1 or value in self.viewed:
             for v in kin:
                 self.values[v] = replace(self.values[v], fixed=True)
 
     def fold(self, name: str, out: Ref, x: Ref) -> None:
-        """A view that is one for how its tensor lies in memory, where a part may lie otherwise and be copied."""
+        """Note a view of a tensor that is not contiguous: a shard may have other strides, and be copied instead."""
         if out.memory == x.memory and not x.dense:
             self.folded.setdefault(x.memory, name)
 
     # --- the cost of operations ---
 
     def price(self, node: OperationNode, cost: Cost, before: int) -> None:
-        """The cost of an operation; there are ops from `before` on if a plan may shard what it works on."""
+        """Add the cost of an operation; there are ops from `before` on if a plan may shard its operands."""
         own = len(self.ops) > before
-        if node.region is not None and cost.saves:  # an op that is no event comes after the one before
+        if node.region is not None and cost.saves:  # without an op it comes after op before - 1
             ends = None if own or node.in_place else {t.edge for t in node.results}
             self.savers.append(Saver(node.region, before, own, ends))
         if own:
@@ -509,13 +509,13 @@ class Operations(Choices):
                 parts = [replace(c, saved=int(cost.saved * op.share(c, self.values, self.n))) for c in op.choices]
                 self.ops[-1] = replace(op, choices=tuple(parts))
         elif cost.flops or cost.touched:
-            if node.name in FILLED:  # perhaps, if nothing sharded is written into them
+            if node.name in FILLED:  # counts if nothing sharded is written into them
                 self.filled[node.results[0].number].alone = node
             else:
                 self.add_whole(node)
 
     def add_whole(self, node: OperationNode) -> None:
-        """An operation on tensors that no plan shards: one op with those before it in the same module."""
+        """Add an operation on tensors that the plan cannot shard, to the op of those before it in the same module."""
         cost, grad = node.cost, any(t.requires_grad for t in node.results)
         assert cost is not None
         alike = "whole", node.module, grad, node.region
@@ -533,18 +533,18 @@ class Operations(Choices):
         last.memory = max(last.memory[0], cost.work), last.memory[1] + cost.saved
         self.ops[-1] = replace(self.ops[-1], name=last.name, choices=(Choice((), (), saved=last.memory[1]),))
 
-    # --- what comes of it ---
+    # --- the result ---
 
     def leave_views(self) -> None:
-        """Keep values that are written in place, before or later, as views of their base, if they can be."""
+        """Keep values that are written in place, earlier or later, as views of their base where possible."""
         for k, op in enumerate(self.ops):
             stay = [c for c in op.choices if not (c.execution and c.execution.copied)]
             if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
                 self.ops[k] = replace(op, choices=tuple(stay))
 
     def saves(self) -> dict[int, float] | None:
-        """The last event of each activation checkpoint that saves something, at half if it is after it; of those that
-        backward asks for anything: no other is computed again."""
+        """The last op of each activation checkpoint that saves something (k - 0.5: between op k - 1 and op k).
+        Checkpoints that backward does not reach are left out: they are not recomputed."""
         if not self.record.measured:
             return None
         found, asked = dict[int, float](), set[int]()
@@ -562,7 +562,7 @@ class Operations(Choices):
 
 
 def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:
-    """The size of the first of the dims that a reshape takes a dim apart into; 0 if it does not."""
+    """The size of the first of the dims into which a reshape splits a dim; 0 if it does not split it."""
     before = math.prod(old[:d])
     into = next((new[j] for j in range(len(new)) if math.prod(new[:j]) == before and new[j] > 1), 0)
     return into if 1 < into < old[d] else 0

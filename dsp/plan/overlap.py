@@ -1,9 +1,8 @@
-"""The switches that travel while stages compute, in how many pieces, and what that hides.
+"""The switches that travel while stages compute: the number of pieces, and the time hidden.
 
-A stage that is independent along the dim that it is sharded on may run piece by piece along it. The switch of its
-result then sends each piece as soon as it is there; of a switch that comes right before it, each piece is waited for
-when it is needed. In backward it is the other way round. What cannot be cut, or would not pay, is left alone, for a
-reason that the plan shows.
+A stage that is independent along its sharded dim may run piece by piece along it. A switch of its result then sends
+each piece as soon as it is computed; a switch right before it is waited for piece by piece. In backward the roles are
+reversed. A switch that cannot be cut, or would not gain, is left alone; the plan shows the reason.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from dsp.private import compiled_call, fsdp_precision
 from dsp.stages import Option, Stage
 from dsp.wire import Wire
 
-LEAST = 0.05  # of the time of a stage and its switches, that cutting them has to save
+LEAST = 0.05  # the share of the time of a stage and its switches that pieces have to save
 NOBODY = "no stage makes what is switched, nor reads it alone"
 
 
 class Overlaps:
-    """The switches that travel while stages compute, by stage call in `found`; in how many pieces, by op and move."""
+    """The switches that travel while stages compute, by stage call in `found`; their pieces, by op and by move."""
 
     def __init__(self, loads: Loads, program: Program, overlap: Overlap, wire: Wire) -> None:
         found = loads.found
@@ -41,7 +40,7 @@ class Overlaps:
         self.found: list[Overlapped] = []
         self.pieces: dict[int, int] = {}
         self.moves: dict[Move, int] = {}
-        self.ahead: dict[int, set[int]] = {}  # by op, the values that come to it in pieces
+        self.ahead: dict[int, set[int]] = {}  # op -> the values that arrive in pieces
         if overlap is None or found.size == 1:
             return
         behind, before, rest = self.places([m for m in found.solution.moves if m.kind == "switch"])
@@ -55,7 +54,7 @@ class Overlaps:
         return {f.node.index: f.node for f in self.trace.facts if isinstance(f.node, StageNode)}
 
     def places(self, moves: list[Move]) -> tuple[dict[int, list[Move]], dict[int, list[Move]], list[Move]]:
-        """The switches that travel behind the stage that makes them, those that come before one, and all others."""
+        """The switches behind the stage that makes the tensor, those right before a stage, and all others."""
         behind: dict[int, list[Move]] = {}
         before: dict[int, list[Move]] = {}
         rest = []
@@ -71,7 +70,7 @@ class Overlaps:
         return behind, before, rest
 
     def comes_before(self, m: Move) -> bool:
-        """Tell whether a switch brings a stage what nobody else reads so, outside of activation checkpoints."""
+        """Tell whether the only use of a switch is one argument of a stage, outside of activation checkpoints."""
         step, value = self.solved.steps[m.before], self.trace.values[m.value]
         if step.event.kind != "stage" or step.event.region is not None:
             return False
@@ -87,7 +86,7 @@ class Overlaps:
         return same and option.cuts[k] == m.dst and operand.nbytes == value.nbytes
 
     def refused(self, at: int) -> str:
-        """The reason against running a stage piece by piece, if there is one."""
+        """The reason against running a stage in pieces, if there is one."""
         step = self.solved.steps[at]
         stage, option, node = self.solved.stage(step), step.execution.option, self.nodes[step.event.index]
         assert stage is not None
@@ -114,11 +113,11 @@ class Overlaps:
             self.pieces[step.at] = best.pieces
             self.moves.update(dict.fromkeys(moves, best.pieces))
             self.ahead[step.at] = {m.value for m in before}
-            for m in before:  # what made it leaves it to its use
+            for m in before:  # the move is made before the use, not by the producer
                 self.program.push.pop(m.value, None)
 
     def best(self, whole: Overlapped, cut: list[Overlapped]) -> Overlapped:
-        """The number of pieces that was asked for, or that takes the least time."""
+        """The given number of pieces, or the one that takes the least time."""
         if not isinstance(self.overlap, Hardware):
             return cut[0]
         hardware, link = self.overlap, self.overlap.axis(self.size)
@@ -134,7 +133,7 @@ class Overlaps:
             self.packed(moves, 0),
         )  # fmt: skip
         yield forward
-        if event.grad:  # what is computed again is computed while the gradients travel
+        if event.grad:  # recomputation runs while the gradients travel
             times = self.trace.forwards(event) - 1
             grads = [self.trace.values[m.value].gradient for m in moves]
             sent = sum(max(MOVES["switch"].sent(g, m.dst, m.src, self.size)) for g, m in zip(grads, moves))
@@ -143,17 +142,17 @@ class Overlaps:
             )
 
     def packed(self, moves: Sequence[Move], way: int) -> tuple[str, ...]:
-        """The formats that switches pack, forward (0) or in backward (1)."""
+        """The formats in which switches are packed, forward (0) or backward (1)."""
         return tuple(self.wire.names[way] for m in moves if self.trace.values[m.value].packed[way] is not None)
 
     def sent(self, m: Move) -> Mapping[str, tuple[int, ...]]:
-        """Bytes that each rank sends in a switch that travels in pieces, forward and in backward."""
+        """Bytes that each rank sends in a switch in pieces, forward and backward."""
         value, count = self.trace.values[m.value], self.moves[m]
         return sent_in(value, m.src, m.dst, self.size, count, m.value in self.ahead.get(m.before, ()))
 
 
 def reasons(stage: Stage, node: StageNode, option: Option) -> Iterator[str]:
-    """The reasons against running a stage piece by piece along the dim of an option."""
+    """The reasons against running a stage in pieces along the dim of an option."""
     memories = {t.memory for t in node.given if t.memory >= 0}
     made = [r.tensor.memory for r in node.results if r.tensor.memory >= 0]
     patterns = [p for p in (*stage.pattern.inputs, *stage.pattern.outputs) if option.name in p.names]
@@ -173,17 +172,17 @@ def reasons(stage: Stage, node: StageNode, option: Option) -> Iterator[str]:
 
 
 def casts(module: nn.Module) -> bool:
-    """Tell whether `fully_shard` casts what a module returns, after its pieces have been sent."""
+    """Tell whether `fully_shard` casts a module's results, which would be after their pieces have been sent."""
     return isinstance(module, FSDPModule) and fsdp_precision(module)[2] is not None
 
 
 def plain(m: Move) -> bool:
-    """Tell whether a switch leads from one dim to another, neither of which is part of one or joined."""
+    """Tell whether a switch leads from one dim to a different one, both neither part of a fold nor joined."""
     return m.src.outer == m.dst.outer == 1 and m.src.dim != m.dst.dim
 
 
 def sent_in(value: Value, src: Layout, dst: Layout, n: int, count: int, ahead: bool) -> Mapping[str, tuple[int, ...]]:
-    """Bytes of each rank, by phase, in a switch in pieces of `src`, or of `dst` if it comes `ahead` of a stage."""
+    """Bytes of each rank, by phase, in a switch in pieces of `src`; of `dst` if the switch comes `ahead` of a stage."""
     held, there = (chunk_sizes(value.extent(cut), n) for cut in (src, dst))
     rest = value.nbytes // value.itemsize // max(sum(held) * sum(there), 1)
     found = {}

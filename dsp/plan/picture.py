@@ -19,9 +19,9 @@ text { font: 12px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sa
 
 
 def ribbon(rows: Sequence[tuple[Any, int]], title: str) -> str:
-    """Rows of a plan's table with how often each comes, as SVG: a band a row, an arrow where something moves.
+    """An SVG of the rows of a plan's table and how often each is repeated: a band a row, an arrow for each move.
 
-    Under an arrow is what the busiest rank sends before the stage it points to.
+    Under an arrow are the bytes that the busiest rank sends before the stage that it points to.
     """
     dims = list(dict.fromkeys(row.layout for row, _ in rows if row.layout))
     colours = {dim: COLOURS[i % len(COLOURS)] for i, dim in enumerate(dims)}

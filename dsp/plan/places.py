@@ -1,4 +1,4 @@
-"""The places that functions of `flex_attention` read inside of a stage: a rank would count them from its own first."""
+"""The positions that functions of `flex_attention` read inside a stage: on a shard these count from its first."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dsp.rules.flex import plain
 from dsp.slices import call_part, slices
 from dsp.stages import Option, Stage
 
-PLACES = "sample", "head", "query"  # those that a part of the queries counts anew
-Read = int | None  # by a place: the size of the dim that it points into, or None for the number itself
+PLACES = "sample", "head", "query"  # positions that start from 0 on a shard of the queries
+Read = int | None  # how a position is read: the size of the dim that it indexes, or None for its value
 ASIDE = frozenset("new_ones new_zeros new_full new_empty new_tensor ones_like zeros_like full_like __get__".split())
 SAME = frozenset("to long int clone detach contiguous".split())
 
 
 @dataclass(frozen=True)
 class FlexCall:
-    """One of `flex_attention`: the sizes of its samples, heads, queries and keys; what is read by the first three."""
+    """A call of `flex_attention`: sizes of its samples, heads, queries and keys; reads of the first three positions."""
 
     sizes: tuple[int, ...]
     reads: tuple[tuple[Read, ...], ...]
@@ -39,7 +39,7 @@ def seen(query: Tensor, key: Tensor, value: Tensor, score: Any, blocks: Any, *_:
 
 
 class Reader(TorchFunctionMode):
-    """While a function runs on places: `reads` of each of them."""
+    """Records the `reads` of each position while a function runs."""
 
     def __init__(self, places: list[Tensor]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Reader(TorchFunctionMode):
         try:
             with torch.no_grad(), self:
                 function(*first, *self.given)
-        except Exception:  # what runs in a kernel alone is told by nobody but `dsp.check`
+        except Exception:  # a function that runs only in a kernel is left to `dsp.check`
             return
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,9 +78,9 @@ def refuse_places(
     stage: Stage, args: Any, kwargs: Any, options: Sequence[Option], whole: Sequence[FlexCall],
     run: Callable[[Any, Any], list[FlexCall]],
 ) -> None:  # fmt: skip
-    """Raise if a function of the `whole` call would read other places where the stage is sharded.
+    """Raise if a function of the `whole` call would read other positions when the stage is sharded.
 
-    run: the calls of `flex_attention` of a call of the stage on parts of its inputs.
+    run: calls the stage on shards of its inputs, and returns its calls of `flex_attention`.
     """
     for option in options if any(any(call.reads) for call in whole) else ():
         if option.name is None or option.onto is not None:
@@ -88,7 +88,7 @@ def refuse_places(
         part = call_part(stage.signature, args, kwargs, option.cuts, option.size, *slices(option.size)[0])
         try:
             own = run(tuple(part.args), part.kwargs)
-        except Exception:  # what does not run on a part is refused when it is to
+        except Exception:  # a stage that fails on a shard is refused when it runs
             continue
         for place in (p for a, b in zip(whole, own) if len(own) == len(whole) for p in other_places(a, b)):
             raise NotationError(
@@ -100,7 +100,7 @@ def refuse_places(
 
 
 def other_places(whole: FlexCall, part: FlexCall) -> list[str]:
-    """Those that are read by number, or point into what is no shorter on the part."""
+    """The positions that are read by value, or index a dim that is as long on the shard."""
     if whole.sizes[3] != part.sizes[3]:
         return []  # it computes over that dim, whatever it reads
     found = []

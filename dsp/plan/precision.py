@@ -1,4 +1,4 @@
-"""Mixed precision of `fully_shard`: a plan counts bytes in the types that a run computes in."""
+"""Mixed precision of `fully_shard`: a plan counts bytes in the dtypes in which a run computes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dsp.private import fsdp_precision, pytree
 
 
 class Casts(Exception):
-    """A module between stages casts what it is given: that is no operation of the model, so no plan can have it."""
+    """A module between stages casts its inputs: that is not an operation of the model, so no plan can contain it."""
 
 
 class Precision:
-    """Types of a model's sharded parameters once they are gathered, by id, and casts of what modules are given.
+    """dtypes of a model's sharded parameters after they are gathered, by id, and casts of modules' inputs and results.
 
     staged: ids of stages and of modules inside of them, where casts are part of the stage.
     """
@@ -34,9 +34,9 @@ class Precision:
                     self.modules.append((module, given, returned, id(module) in staged))
 
     def hooks(self, copies: Mapping[int, nn.Module]) -> list[Any]:
-        """Hooks on the copies of modules that cast as `fully_shard` does, inside of what was registered before.
+        """Register hooks on the copies of modules that cast as `fully_shard` does, inside of hooks registered before.
 
-        One of a module between stages raises `Casts` where there is something to cast.
+        The hook of a module between stages raises `Casts` if there is a tensor to cast.
         """
         handles = []
         for module, given, returned, within in self.modules:

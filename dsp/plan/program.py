@@ -1,4 +1,4 @@
-"""From a solution to the script of a run: where each move is made, at its producer or at its use."""
+"""From a solution to the script of a run: each move is made by the value's producer or before its use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class Program:
-    """The decisions of a solution, by value."""
+    """The decisions of a solution, for each value."""
 
     def __init__(self, found: Solved) -> None:
         self.found, self.trace = found, found.trace
@@ -38,7 +38,7 @@ class Program:
             for v, key in zip(step.op.inputs, step.choice.needs):
                 self.used.setdefault(v, set()).add(key)
         inputs = {v: self.used.get(v, set()) for v in self.trace.inputs.values()}
-        # the layout into which the model's input is split as it enters: the only one in which it is used
+        # the layout to which a model input is split on entry: the only one in which it is used
         self.entry = {v: next(iter(layouts)) for v, layouts in inputs.items() if len(layouts) == 1}
         self.moves: dict[int, list[Move]] = {}
         for m in found.solution.moves:
@@ -52,11 +52,11 @@ class Program:
         return self.push.get(m.value, "") == m.dst
 
     def pushes(self) -> dict[int, Layout]:
-        """Where a value is switched by its producer.
+        """The layout that a value's producer switches it to.
 
-        One that no use needs as its producer gave it is switched there: the earliest place, and in the producer's own
-        dtype; all other moves happen at the use. So do those of what was written in place, which is read by way of the
-        tensor that was written, of what shares memory with it, and of a whole tensor that was stretched.
+        A value that no op needs in the layout produced is switched by its producer: at the earliest place, in its own
+        dtype. Other moves are made before the use. So are those of values written in place (which are read through the
+        tensor that was written), of values that share memory with these, and of replicated tensors that were expanded.
         """
         made = {
             v: (step, key, k) for step in self.found.steps
@@ -74,10 +74,9 @@ class Program:
         return found
 
     def meet(self) -> None:
-        """Leave to their use the pushes of tensors that enter one op together: there they share a collective.
+        """Make moves of tensors that enter one op together before that op, not at their producers: one collective.
 
-        Not inside an activation checkpoint, which would repeat it; and not what only one op pushes, for it shares
-        there.
+        Not inside an activation checkpoint, which would repeat it; nor if all have one producer, where they share one.
         """
         t, uses = self.trace, dict[int, list[int]]()
         for k, op in enumerate(t.ops):
@@ -96,7 +95,7 @@ class Program:
                     del self.push[m.value]
 
     def via(self, operands: Iterable[Sym | None], at: int) -> list[list[Via]]:
-        """The moves of each operand before an op, but for those that its use makes by itself."""
+        """The moves of each operand before an op, without those that producers make."""
         return [
             [
                 (m.src, m.dst)
@@ -108,14 +107,14 @@ class Program:
 
     @cached_property
     def inputs(self) -> dict[str, tuple[str, ...]]:
-        """The dims that each declared input is split along."""
+        """The dims along which each declared input is split."""
         return {
             param: tuple(sorted(self.trace.names[v][cut] for cut in self.used.get(v, ()) if cut is not None))
             for param, v in self.trace.inputs.items()
         }
 
     def script(self, pieces: Mapping[int, int] = NOTHING, ahead: Mapping[int, Container[int]] = NOTHING) -> Script:
-        """By op, in how many pieces a stage call runs, and the values that come to it in pieces."""
+        """Write the script; pieces: op -> pieces of a stage call; ahead: op -> the values that arrive in pieces."""
         t = self.trace
         script = Script({param: self.entry.get(v) for param, v in t.inputs.items()}, t.random_glue)
         script.compiled = bool(t.compiled)
@@ -132,7 +131,7 @@ class Program:
                     made.pieces = pieces[step.at]
                     made.ahead = [s is not None and s.value in ahead[step.at] for s in event.operands]
                     made.via = [[] if comes else way for comes, way in zip(made.ahead, made.via)]
-                # run whole on every rank, it has to draw the same numbers there, as glue does
+                # a stage that runs replicated must draw the same numbers on every rank, like glue
                 script.random_glue |= event.random and made.option is None
                 script.random_stages |= event.random
             elif event.kind == "output":
@@ -145,12 +144,12 @@ class Program:
     def write(
         self, script: Script, steps: Mapping[tuple[str, int], StageStep | GlueStep], homes: Mapping[int, Layout]
     ) -> None:
-        """Write the nodes of the record into the script by what they read, in order."""
+        """Write the nodes of the record, in order, into the script under their keys."""
         record = self.trace.record
         assert record is not None
 
         def reads(found: NodeFacts) -> list[Number | tuple[int, ...]]:
-            """The tensors of a node as it reads them: sharded if their value is so where it was made."""
+            """The tensors that a node reads: sharded if their value is sharded where it was made."""
             tensors = found.node.given if isinstance(found.node, StageNode) else found.node.operands
             return [
                 t.shape if v is None or homes.get(v) is None else Number(t.number, t.shape)
@@ -189,7 +188,7 @@ class Program:
         return StageStep(option.name, pushes, event.random, ways, event.constants, event.made, option.onto)
 
     def glue_step(self, step: Decision, homes: Mapping[int, Layout]) -> GlueStep | None:
-        """The decision on an operation; None if it runs on its operands as they lie."""
+        """The decision on an operation; None if it runs on its operands in their current layouts."""
         event = step.event
         if event.kind == "source":
             source = step.execution.source

@@ -1,4 +1,4 @@
-"""A forward that reads its data, to find its way: it cannot be planned without them, but from a run it can."""
+"""A forward that branches on its data: it is planned from a run on real tensors, not on fake ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsp.tensors import tensors_in
 from dsp.traits import op_name
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
-SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # of numpy(), of a number's format, of pickle
+SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # in errors of numpy(), format() and pickle
 
 
 def traced(
@@ -31,9 +31,9 @@ def traced(
     n: int,
     **options: Any,
 ) -> Trace:
-    """`dsp.plan.rehearsal.trace`, on fake tensors; where these will not do, on the inputs themselves, by one run.
+    """`dsp.plan.rehearsal.trace` on fake tensors; if the forward fails on these, on the inputs themselves, by one run.
 
-    Raises ValueError for a forward that reads its data where there are none: on meta tensors.
+    Raises ValueError for a forward that reads its data when its tensors are meta tensors.
     """
     try:
         return trace(model, stages, root, args, kwargs, n, **options)
@@ -60,13 +60,13 @@ def traced(
 
 
 def failed(error: Exception) -> str:
-    """The kind of an error, and the line of the model that it comes from."""
+    """The type of an error, and the line of the model that raised it."""
     lines = lines_of(error)
     return type(error).__name__ + (f" at {lines[-1]}" if lines else "")
 
 
 def place(error: Exception) -> str:
-    """The operation that an error comes from, and the line of the model."""
+    """The operation that raised an error, and the line of the model."""
     op, found = "an operation", error.__traceback__
     while found is not None:
         if found.tb_frame.f_code.co_name == "__torch_function__" and "func" in found.tb_frame.f_locals:

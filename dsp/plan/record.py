@@ -1,9 +1,9 @@
-"""The record of a forward: what it did, in order, as data. No tensor is part of it.
+"""The record of a forward: the operations it ran, in order, as data. It holds no tensors.
 
-A `Recorder` (`dsp.plan.recorder`) is told of a forward as it runs, on tensors without data or for real on shards, and
-writes a `Record`: nodes (operations between stages, calls of stages) over references to tensors. It decides nothing.
-What a plan knows of a forward it reads off the record: `dsp.plan.choices` makes the planner's problem of it.
-``print(record)`` shows it, a line a node.
+A `Recorder` (`dsp.plan.recorder`) observes a forward, on tensors without data or on real shards, and writes a
+`Record`: nodes (operations between stages, calls of stages) over references to tensors. It makes no decisions. All
+that a plan knows about the forward is read off the record: `dsp.plan.choices` derives the planner's problem from it.
+``print(record)`` shows one line a node.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dsp.stages import Option
 
 @dataclass(eq=False)
 class Ref(Operand):
-    """A tensor as one node met it, of global shape.
+    """A tensor as one node read or made it, with its global shape.
 
-    number: of the tensor, the same wherever it is met; memory: a number that its views have, too (-1: not known);
-    edge: a number for where autograd takes a gradient of it (None: nowhere, or of a tensor that no plan follows);
-    dense: whether the tensor that it is a view of, or itself, lies in memory without gaps and in order.
+    number: identifies the tensor in all nodes; memory: a number shared with its views (-1: not known); edge: a number
+    for the place where autograd takes its gradient (None: nowhere, or the plan does not follow the tensor); dense:
+    whether the tensor, or the base of which it is a view, is contiguous.
     """
 
     number: int = -1
@@ -50,8 +50,8 @@ class Ref(Operand):
 
 
 class Cost(NamedTuple):
-    """The cost of an operation on one process: FLOPs, bytes read and written, bytes of the largest tensor it makes,
-    of its work, and of what it saves for backward; `saves` whether it saves anything, counted before or not."""
+    """The cost of an operation on one process: FLOPs, bytes read and written, bytes of the largest tensor it makes, of
+    its work, and of what it saves for backward; `saves`: it saves something, whether counted before or not."""
 
     flops: int
     touched: int
@@ -63,11 +63,11 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The cost of a stage call on one process: bytes of work, and saved for backward; `keeps` whether any were.
+    """The cost of a stage call on one process: bytes of work, and saved for backward; `keeps`: it saves something.
 
-    touched: bytes that it reads and writes, outside and inside of what communicates by itself; sends: by option;
-    surplus: likewise, FLOPs at full size by which the busiest rank does more than its chunk of a sharded dim says;
-    writes: whether it wrote to what its modules hold; operations: those that are no views.
+    touched: bytes read and written, outside and inside of modules that communicate themselves; sends: by option, what
+    these modules send; surplus: by option, FLOPs at full size that the busiest rank computes beyond its chunk's share;
+    writes: it wrote to tensors of its modules; operations: the number of its operations that are not views.
     """
 
     work: int = 0
@@ -85,11 +85,11 @@ class Measured:
 
 @dataclass(kw_only=True)
 class Node:
-    """One thing that a forward did.
+    """An operation, a stage call, or another event of a forward.
 
-    operands: the tensors that it read; line: of the user's code, as "model.py:37"; region: the number of the
-    activation checkpoint that it is in; module: the path of the module whose forward it is in; compiled: the functions
-    given to torch.compile that it is in.
+    operands: the tensors that it read; line: the line of the user's code, as "model.py:37"; region: the number of the
+    activation checkpoint around it; module: the path of the module whose forward runs it; compiled: names of the
+    functions passed to torch.compile that are running.
     """
 
     operands: list[Ref]
@@ -99,7 +99,7 @@ class Node:
     compiled: tuple[str, ...] = ()
 
     def written(self) -> tuple[Sequence[Ref], str]:
-        """The tensors that a plan may shard since, and what made them."""
+        """The tensors that a plan may shard from here on, and a name for their producer."""
         return (), ""
 
 
@@ -107,10 +107,10 @@ class Node:
 class OperationNode(Node):
     """An operation between stages, the `index`-th: a torch function.
 
-    args, kwargs: what it was called with, a `Ref` for each tensor; results: the tensors that it returned; returned:
-    "tensors", "tensor" (one, by itself), "number" (anything else), "nothing" or "unsupported"; in_place: it wrote into
-    its first operand; overwritten: where a gradient came to that before; base: where one comes to what the first result
-    is a view of.
+    args, kwargs: its arguments, with a `Ref` for each tensor; results: the tensors that it returned; returned:
+    "tensors", "tensor" (a single one), "number" (anything else), "nothing" or "unsupported"; in_place: it wrote into
+    its first operand; overwritten: the edge of that operand before the write; base: the edge of the base of which the
+    first result is a view.
     """
 
     index: int
@@ -141,10 +141,10 @@ class Result(NamedTuple):
 class StageNode(Node):
     """A call of a stage, the `index`-th.
 
-    given: all tensors among its arguments, of which `operands` have a pattern or are bound without one; nested: those
-    within an argument that no pattern can name, and an error for each if it is sharded; writes: by operand, where a
-    gradient came to it before the stage wrote into it, if it did; constants: what it returned beside tensors; own: it
-    is an activation checkpoint itself; again: backward starts anew from its inputs.
+    given: all tensors among its arguments; `operands` are those bound to a parameter, with a pattern or without;
+    nested: those inside an argument that no pattern can name, each with the error to raise if it is sharded; writes:
+    for each operand, whether the stage wrote into it, and its edge before; constants: the non-tensors that it returned;
+    own: it is itself an activation checkpoint; again: its backward starts over from its inputs.
     """
 
     name: str
@@ -164,7 +164,7 @@ class StageNode(Node):
 
     @property
     def made(self) -> list[dict[str, int]]:
-        """By result, the sizes of dims that no input has."""
+        """For each result, the sizes of dims that no input has."""
         return [{n: r.sizes[n] for n in r.pattern.names if n not in self.sizes} for r in self.results]
 
     def written(self) -> tuple[Sequence[Ref], str]:
@@ -173,7 +173,7 @@ class StageNode(Node):
 
 @dataclass(kw_only=True)
 class LeftNode(Node):
-    """A tensor that an earlier call left sharded, where this one met it first."""
+    """A tensor that an earlier call left sharded, at the place where this forward first used it."""
 
     cut: Cut
 
@@ -183,7 +183,7 @@ class LeftNode(Node):
 
 @dataclass(kw_only=True)
 class WholeNode(Node):
-    """Something that reads the whole of its operands, for which no rule stands in: they may not be sharded."""
+    """An operation that reads its operands in full and has no rule: they must not be sharded."""
 
     error: GlueError
 
@@ -198,10 +198,10 @@ class Input(NamedTuple):
 
 @dataclass
 class Record:
-    """The nodes of a forward in order, on behalf of `n` ranks.
+    """The nodes of a forward in order, for a plan on `n` ranks.
 
-    root_sizes: of the dims that the root pattern names; reached: the edges that a gradient comes to from the outputs;
-    data: whether the tensors had any.
+    root_sizes: the sizes of the dims that the root pattern names; reached: the edges that the outputs' gradients
+    reach; data: whether the tensors had data.
     """
 
     n: int
@@ -220,7 +220,7 @@ class Record:
 
 
 def text_of(record: Record) -> Iterator[str]:
-    """A record as text, a line a node: tensors that a plan may shard have numbers, all others show their shape."""
+    """A record as text, one line a node: tensors that a plan may shard have numbers, all others only their shapes."""
     numbers: dict[int, str] = {}
 
     def read(t: Ref) -> str:

@@ -1,4 +1,4 @@
-"""The writer of a record: it is told of a forward as it runs, and keeps none of its tensors."""
+"""The writer of a record: it observes a forward as it runs, and keeps none of its tensors."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from dsp.tensors import (
 )
 from dsp.traits import FILLED, SOURCES
 
-UNMEASURED = Measured()  # of a run
+UNMEASURED = Measured()  # for a run on real tensors
 
 
 class Recorder:
-    """Writes the record of a forward that it is told of."""
+    """Writes the record of the forward that it observes."""
 
     def __init__(self, n: int, root_sizes: Mapping[str, int], data: bool = True) -> None:
         self.record = Record(n, dict(root_sizes), data)
         self.numbers = ByTensor[int]()
         self.count = 0
         self.followed: set[int] = set()  # numbers of the tensors that a plan may shard
-        self.filled: set[int] = set()  # those of them that are made of new zeros alone: whole, if nothing else comes
+        self.filled: set[int] = set()  # those made of new zeros alone: replicated, until written into
         self.memories: dict[StorageWeakRef, int] = {}
         self.edges: dict[Any, int] = {}
         self.frames: list[Any] = []  # the activation checkpoints
@@ -60,18 +60,18 @@ class Recorder:
     # --- references ---
 
     def follows(self, t: Tensor) -> bool:
-        """Tell whether a plan may shard a tensor: an input that is declared, or something made of one."""
+        """Tell whether a plan may shard a tensor: a declared input, or a tensor computed from one."""
         return self.numbers.get(t) in self.followed
 
     def made_of_sharded(self, t: Tensor) -> bool:
-        """Tell whether a plan may shard a tensor, and not for new zeros alone."""
+        """Tell whether a plan may shard a tensor that is not made of new zeros alone."""
         return self.follows(t) and self.numbers.get(t) not in self.filled
 
     def edge(self, e: Any) -> int | None:
         return None if e is None else self.edges.setdefault(e, len(self.edges))
 
     def ref(self, t: Tensor, follow: bool = False) -> Ref:
-        """A tensor as it is now; `follow`: it was made just now of what a plan may shard."""
+        """A reference to a tensor as it is now; `follow`: it was computed from tensors that a plan may shard."""
         number = self.numbers.get(t)
         if number is None:
             number, self.count = self.count, self.count + 1
@@ -85,18 +85,18 @@ class Recorder:
         return found
 
     def place(self, ref: Ref, t: Tensor) -> None:
-        """Note where in memory a tensor lies."""
+        """Note the memory of a tensor."""
         ref.memory = self.memories.setdefault(memory(t), len(self.memories))
         ref.dense = (t if base_of(t) is None else base_of(t)).is_contiguous()
 
-    # --- what a forward does ---
+    # --- the events of a forward ---
 
     def add(self, node: Node) -> None:
         node.region, node.module, node.line = self.region(), self.module, line_now()
         self.record.nodes.append(node)
 
     def region(self) -> int | None:
-        """The number of the activation checkpoint that runs now."""
+        """The number of the activation checkpoint that is running."""
         frame = checkpoint_frame()
         if frame is None:
             return None
@@ -105,24 +105,24 @@ class Recorder:
         return next(i for i, f in enumerate(self.frames) if f is frame)
 
     def root_inputs(self, bound: Iterable[Bound]) -> None:
-        """The model's own inputs, of which those with a pattern are declared."""
+        """Record the model's own inputs; those with a pattern are declared."""
         bound = list(bound)
         self.record.parameters = [b.param for b in bound]
         declared = [b for b in bound if b.pattern is not None]
         self.record.inputs = [Input(b.param, self.ref(b.tensor, True), b.pattern) for b in declared]  # type: ignore[arg-type]
 
     def left(self, t: Tensor, cut: Cut) -> None:
-        """A tensor that an earlier call left sharded."""
+        """Record a tensor that an earlier call left sharded."""
         self.add(LeftNode(operands=[self.ref(t, True)], cut=cut))
 
     def reads(self, tensors: Iterable[Tensor], error: GlueError) -> None:
-        """Something that raises if one of these may be sharded."""
+        """Record an operation that raises if one of these tensors is sharded."""
         refs = [self.ref(t) for t in tensors if self.follows(t)]
         if refs:
             self.add(WholeNode(operands=refs, error=error))
 
     def operation(self, name: str, args: Any, kwargs: Any, out: Any, in_place: bool, cost: Cost | None = None) -> None:
-        """An operation between stages that ran just now."""
+        """Record an operation between stages that just ran."""
         tensors, results = tensor_args(args, kwargs), tensors_in(out)
         follow = any(map(self.follows, tensors)) or (name in SOURCES and isinstance(out, Tensor))
         alone = not any(map(self.made_of_sharded, tensors)) and (name in FILLED or name not in SOURCES)
@@ -141,13 +141,13 @@ class Recorder:
             node.compiled = compiled()
             base = base_of((results or tensors)[0]) if in_place and (results or tensors) else None
             node.base = None if base is None else self.edge(edge(base))
-        else:  # a write into it may follow, of something that a plan shards
+        else:  # a tensor that a plan shards may be written into the result later
             for ref, t in zip(node.results, results):
                 ref.edge = self.edge(edge(t))
         self.add(node)
 
     def operands(self, tensors: Sequence[Tensor], in_place: bool) -> list[Ref]:
-        """The operands of an operation on something that a plan may shard; what it writes into may be sharded since."""
+        """The operands of an operation on tensors that a plan may shard, which include a tensor that it writes into."""
         written = in_place and bool(tensors) and not self.follows(tensors[0])
         found = [self.ref(t, written and i == 0) for i, t in enumerate(tensors)]
         for ref, t in zip(found, tensors):
@@ -168,9 +168,9 @@ class Recorder:
         self.pending = node, stage, bound, [version(b.tensor) for b in bound]
 
     def apart(self, given: Sequence[Tensor], output: Any) -> Any:
-        """A stage's output, in which a whole tensor that the stage was given is another tensor.
+        """A stage's output, in which a replicated argument that the stage returned is replaced by another tensor.
 
-        So it is where the stage runs on a part. What reads the given one later reads it whole.
+        On a shard the stage returns another tensor too. Later reads of the argument itself find it replicated.
         """
         found = tensors_in(output)
         whole = [any(t is g for g in given) and not self.follows(t) for t in found]
@@ -179,9 +179,9 @@ class Recorder:
     def leave_stage(
         self, output: Any, measured: Measured = UNMEASURED, own: bool = False, again: bool = False, saves: bool = False
     ) -> None:
-        """The stage entered last returned."""
+        """Record that the stage entered last returned."""
         node, stage, bound, versions = self.pending
-        del self.pending  # it holds the stage's inputs
+        del self.pending  # it references the stage's inputs
         self.stages += 1
         node.measured, node.own, node.again, node.saves = measured, own, again, saves
         written = [version(b.tensor) != before for b, before in zip(bound, versions)]
@@ -194,32 +194,32 @@ class Recorder:
         self.add(node)
 
     def root_outputs(self, output: Any) -> None:
-        """The model returned: the record is complete."""
-        ends = tensors_in(output)  # not their nodes: those of others' functions fall apart without a tensor
+        """Record that the model returned: the record is complete."""
+        ends = tensors_in(output)  # the tensors are kept: nodes of custom functions do not outlive them
         self.record.outputs = [self.ref(t) for t in ends]
         self.reached = leading_to(edge(t) for t in ends)
         self.record.reached = {number for e, number in self.edges.items() if e in self.reached}
 
     def asks(self, t: Tensor) -> bool:
-        """Tell whether a gradient comes to a tensor from the outputs."""
+        """Tell whether a tensor gets a gradient from the outputs."""
         return edge(t) in self.reached
 
 
 def compiled() -> tuple[str, ...]:
-    """The names of what torch.compile was given and runs now: it is followed uncompiled, and a plan says so."""
+    """The running functions that torch.compile was given, by name: they are followed uncompiled, as plans report."""
     names = []
     for f in compiled_callers():
-        own = getattr(f, "__module__", "") == FLEX  # flex_attention, whose kernel is compiled all the same
+        own = getattr(f, "__module__", "") == FLEX  # flex_attention, whose kernel is compiled nevertheless
         names.append("" if own else getattr(f, "__qualname__", type(f).__name__))
     return tuple(names)
 
 
 def returned(out: Any) -> str:
-    """The kind of what an operation returned."""
+    """The kind of an operation's return value."""
     if isinstance(out, Tensor):
         return "tensor"
-    if out is NotImplemented:  # x == "a" is False, says Python then
+    if out is NotImplemented:  # Python then evaluates x == "a" as False
         return "unsupported"
-    if out is None or (isinstance(out, (tuple, list)) and not out):  # nothing, taken apart, is nothing
+    if out is None or (isinstance(out, (tuple, list)) and not out):  # an empty tuple or list
         return "nothing"
     return "tensors" if tensors_in(out) else "number"

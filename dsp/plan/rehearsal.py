@@ -1,8 +1,8 @@
-"""A forward without data, measured: which stages run, what glue joins them, what they cost.
+"""A forward without data, measured: the stages that run, the glue between them, and their cost.
 
 The model's forward runs once on fake tensors at full size. Every tensor that may be sharded is tracked as a value of
-the planner, with every cut it could have; the rules that will run on shards (`dsp.rules`) tell how each cut passes
-through glue.
+the planner, with all its possible cuts. The rules that run on shards (`dsp.rules`) derive how each cut passes through
+glue.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from dsp.world import World
 
 @dataclass(frozen=True)
 class FullHow:
-    """How a forward is traced.
+    """Options of a trace.
 
-    gather_output: whether its outputs are gathered; dtype: the floating-point type to trace with, by default that of
+    gather_output: whether the outputs are gathered; dtype: the floating-point type to trace with, by default that of
     the model; given: parameters that arrive already sharded, and their cut; recompute: every stage counts as one that
-    keeps only its inputs for backward; twins: stages that are alike run once (`dsp.plan.stage_cache`); real: on copies
-    that have their data; mixed: in the types of `fully_shard`'s mixed precision.
+    keeps only its inputs for backward; twins: equal stages run once (`dsp.plan.stage_cache`); real: on copies with
+    data; mixed: in the dtypes of `fully_shard`'s mixed precision.
     """
 
     gather_output: bool
@@ -63,7 +63,7 @@ def trace(
     n: int,
     **how: Any,
 ) -> Trace:
-    """Run `model` on fake copies of the inputs, shapes and dtypes only, and return what the planner has to decide.
+    """Run `model` on fake copies of the inputs, which have shapes and dtypes only, and return the planner's problem.
 
     how: see `FullHow`.
     """
@@ -81,14 +81,14 @@ def trace(
         except Exception as error:
             if loaded or type(error).__module__ != COMPILERS_OWN or not again:
                 raise
-            # the forward itself loaded the compiler, which is put aside from now on
-    if found is None:  # a stage that writes to itself: what it does may depend on how often it ran
+            # the forward itself loaded the compiler, which is set aside from now on
+    if found is None:  # a stage writes to itself: its result may depend on the number of calls
         return trace(model, stages, root, args, kwargs, n, **{**how, "twins": False})
     return found
 
 
 class FullRehearsal(Rehearsal):
-    """A copy of a model on fake parameters, or on real ones, for one forward that a `MeasuringTracer` is told of."""
+    """A copy of a model on fake or real parameters, for one forward that a `MeasuringTracer` follows."""
 
     choices = Operations
     how: FullHow
@@ -96,7 +96,7 @@ class FullRehearsal(Rehearsal):
     def __init__(self, model: nn.Module, stages: list[Stage], how: FullHow) -> None:
         staged = {id(m) for stage in stages for m in stage.module.modules()}
         self.precision = Precision(model if how.mixed and how.dtype is None else nn.Module(), staged)
-        # autocast keeps the weights it has cast, so that a call does less than one before it
+        # autocast caches the weights it has cast, so that a later call does less than an earlier one
         twins = how.twins and not how.real and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         self.groups = alike([stage.module for stage in stages]) if twins else []
         super().__init__(model, stages, how, {id(other): group[0] for group in self.groups for other in group[1:]})
@@ -126,14 +126,14 @@ class FullRehearsal(Rehearsal):
         return tracer
 
     def hooks(self, tracer: MeasuringTracer) -> list[Any]:
-        """Those of stages, of what communicates inside, and of modules between."""
+        """Install the hooks of stages, of modules that communicate inside of them, and of modules between."""
         tracer.resident = {storage_id(t.untyped_storage()) for t in self.fakes.values()}
         handles = super().hooks(tracer)
         for stage in self.stages:
             tracer.clones[stage.name] = self.memo.get(id(stage.module), stage.module)
             for inside in stage.inside:
                 own = self.memo.get(id(inside.module))
-                if own is not None:  # else its stage is the twin of another
+                if own is not None:  # else its stage is another's twin
                     handles += watch(own, partial(tracer.enter_inside, inside), lambda out: tracer.leave_inside())
         copies = {id(self.memo[id(m)]): path for path, m in self.model.named_modules() if id(m) in self.memo}
         staged = {id(self.memo[k]) for k in self.staged if k in self.memo}
@@ -146,12 +146,12 @@ class FullRehearsal(Rehearsal):
         return handles
 
     def marks(self) -> list[Any]:
-        """The state that shows whether stages wrote to themselves."""
+        """A state that shows, by comparison, whether stages wrote to themselves."""
         return [fingerprint(self.memo[id(group[0])]) for group in self.groups]
 
     @contextmanager
     def followed(self, tracer: Tracer) -> Iterator[None]:
-        """The same where nobody sees its random numbers, and somebody how far it is."""
+        """The same context, which also shows progress, and restores random states after a run on real tensors."""
         assert isinstance(tracer, MeasuringTracer)
         cuda = {t.device.index for t in self.fakes.values() if t.is_cuda} if self.how.real else ()
         drawn = torch.random.fork_rng(devices=cuda) if self.how.real else nullcontext()
@@ -159,7 +159,7 @@ class FullRehearsal(Rehearsal):
             yield
 
     def problem(self, tracer: Tracer, bound: list[Bound], given: list[Tensor]) -> Trace | None:
-        """The same; None if stages that count as alike turned out not to be."""
+        """The same; None if stages that counted as equal turned out to differ."""
         assert isinstance(tracer, MeasuringTracer)
         found = None if self.before != self.marks() else super().problem(tracer, bound, given)
         if found is not None:

@@ -1,4 +1,4 @@
-"""The script of a run: the planner's decision on each node of the record, found by what the node reads."""
+"""The script of a run: the planner's decision on each node of the record, looked up by what the node reads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from dsp.calls import Operand
 from dsp.layout import Cut
 
-Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that a value was made as
+Via = tuple[Cut | None, Cut | None]  # from and to: cuts of the tensor that the value's producer returned
 
 
 @dataclass
 class StageStep:
     """The decision on a stage call.
 
-    option: the dim that it is sharded along (None: whole); push: where each result is switched to at once; random:
-    it may draw numbers; via: the copies to be made of each tensor first, in this order; constants: what it returned
-    beside tensors at full size; made: by result, the sizes of dims that no input has; onto: the dim along which the
-    ranks' sums are added up; pieces: in how many it runs, each of which is switched while the next one is computed;
-    ahead: which of its tensors come in pieces.
+    option: the dim that it is sharded along (None: replicated); push: for each result, the cut that it is switched to
+    at once; random: it may draw random numbers; via: for each tensor, the copies to make first, in order; constants:
+    the non-tensors that it returned at full size; made: for each result, the sizes of dims that no input has; onto: the
+    dim along which the ranks' sums are reduce-scattered; pieces: the number of pieces it runs in, each switched while
+    the next one is computed; ahead: for each tensor, whether it arrives in pieces.
     """
 
     option: str | None
@@ -39,11 +39,11 @@ class StageStep:
 
 @dataclass
 class GlueStep:
-    """The decision on an operation that does not run on its operands as they lie.
+    """The decision on an operation that does not run on its operands in their current layouts.
 
-    cuts: what each tensor must be (None: as they come); push: where each result is switched to at once; source: where a
-    tensor of which each rank makes its part alone is cut; via: the copies to be made of each operand first, in this
-    order; apart: what it joins stays sharded piece by piece.
+    cuts: the layout that each tensor must have (None: replicated), or None to take all as they come; push: for each
+    result, the cut that it is switched to at once; source: the cut of a new tensor, of which each rank makes only its
+    shard; via: for each operand, the copies to make first, in order; apart: joined operands stay sharded one by one.
     """
 
     cuts: list[Cut | None] | None = None
@@ -54,7 +54,7 @@ class GlueStep:
 
     @cached_property
     def idle(self) -> bool:
-        """Tell whether it asks for nothing of an operation on whole tensors."""
+        """Tell whether an operation on replicated tensors runs as it would without this step."""
         return self.source is None and not any(self.cuts or ()) and not any(self.push)
 
 
@@ -62,17 +62,17 @@ Key = tuple[Any, ...]
 
 
 class Number(NamedTuple):
-    """A sharded tensor as a node reads it: its number in the record, and its global shape."""
+    """A sharded tensor read by a node: its number in the record, and its global shape."""
 
     number: int
     shape: tuple[int, ...]
 
 
-Read = Number | tuple[int, ...]  # a tensor as a node reads it: of one that is whole on every rank the shape
+Read = Number | tuple[int, ...]  # a tensor read by a node: if it is replicated, only its shape
 
 
 def key_of_operation(name: str, args: Any, kwargs: Any, tensors: Sequence[Read]) -> Key:
-    """The key of an operation: its function, and what that reads; `tensors` are those among its arguments, in order."""
+    """The key of an operation: its name and arguments; `tensors` stand for the tensors among these, in order."""
     stream = iter(tensors)
     return "glue", name, (*[told(v, stream) for v in args], *[(k, told(v, stream)) for k, v in kwargs.items()])
 
@@ -82,9 +82,9 @@ def key_of_stage(name: str, tensors: Sequence[Read]) -> Key:
 
 
 def told(value: Any, tensors: Iterator[Any]) -> Any:
-    """The part of an argument that tells one node from another.
+    """The part of an argument that enters a key.
 
-    A float is none, since no rule reads it: a schedule would make every call a new one.
+    Of a float only the type does: no rule reads floats, and a schedule would make every call a new one.
     """
     kind = type(value)
     if isinstance(value, (torch.Tensor, Operand)):
@@ -105,12 +105,12 @@ KEPT_AS_IT_IS = (int, str, torch.dtype, torch.device, torch.layout, torch.memory
 
 @dataclass
 class PlannedNode:
-    """A node of the record as the plan has it.
+    """A node of the record, with its decision.
 
-    index: the how-many-th of its kind in the record; results: the numbers of the tensors that it returns; same: it
-    returns its first argument as it is; copied: it looks like a view, and makes a value of its own; fresh: it might
-    return a view, and makes memory of its own; exact: it was found by all that it reads, and not by its sharded tensors
-    alone (`Script.loosely`).
+    index: its position among the operations, or among the stage calls, of the record; results: the numbers of the
+    tensors that it returns; same: it returns its first argument unchanged; copied: it looks like a view but makes a
+    value of its own; fresh: it might return a view but allocates memory; exact: its full key was found, not only its
+    sharded tensors (`Script.loosely`).
     """
 
     name: str
@@ -125,19 +125,19 @@ class PlannedNode:
 
 @dataclass
 class Alike:
-    """The nodes of one key, which read the same in the same way, in their order: mostly one."""
+    """The nodes with one key, in order; mostly one."""
 
     nodes: list[PlannedNode] = field(default_factory=list)
 
 
 @dataclass
 class Script:
-    """The script of a run: the planner's decisions by what a node reads.
+    """The script of a run: the planner's decisions by the key of a node.
 
-    inputs: where each declared input is split; numbers: of these inputs in the record; outputs: the copies to be made
-    of each first, in this order; on_wholes: names of operations that read no sharded tensor, some of which the plan
-    shards; compiled: whether something between stages was compiled, which is put aside; recorded: from a run, not ahead
-    of it: the next run may go another way; recipes: how its operations run, as far as is known.
+    inputs: the cut that each declared input is split to; numbers: these inputs' numbers in the record; outputs: for
+    each output, the copies to make first, in order; on_wholes: names of operations that read no sharded tensor and that
+    the plan shards at least once; compiled: compiled functions between stages run uncompiled; recorded: made from a run
+    that read its data, so that the next run may differ; recipes: how its operations run, filled in as they run.
     """
 
     inputs: dict[str, Cut | None]
@@ -150,30 +150,30 @@ class Script:
     compiled: bool = False
     recorded: bool = False
     recipes: dict[Any, Any] = field(default_factory=dict, repr=False)
-    planned_counts: Any = field(default=None, repr=False, compare=False)  # of this rank, once a run asked
+    planned_counts: Any = field(default=None, repr=False, compare=False)  # for this rank, once a run needs them
 
     @cached_property
     def in_pieces(self) -> frozenset[str]:
-        """The stages of which a call runs in pieces."""
+        """The stages with a call that runs in pieces."""
         nodes = (node for key, alike in self.nodes.items() if key[0] == "stage" for node in alike.nodes)
         return frozenset(node.name for node in nodes if node.step is not None and node.step.pieces > 1)
 
     @cached_property
     def loosely(self) -> dict[Key, PlannedNode]:
-        """The nodes that are the only ones to read those sharded tensors by that name, whatever else they take."""
+        """The nodes that can be found by name and sharded tensors alone, because no other node has the same."""
         found: dict[Key, list[PlannedNode]] = {}
         for key, alike in self.nodes.items():
             found.setdefault(loose(key), []).extend(alike.nodes)
         return {key: replace(nodes[0], exact=False) for key, nodes in found.items() if len(nodes) == 1 and key[2:]}
 
     def key(self) -> str:
-        """The text that has to be the same on all ranks."""
+        """A text that must be equal on all ranks."""
         nodes = [node for alike in self.nodes.values() for node in alike.nodes]
         return repr((sorted(self.inputs.items()), sorted(self.outputs.items()), self.random_glue, nodes))
 
 
 def loose(key: Key) -> Key:
-    """A node's key without anything but its sharded tensors."""
+    """The part of a node's key that has only its sharded tensors."""
     return *key[:2], *numbers_in(key[2])
 
 
@@ -185,5 +185,5 @@ def numbers_in(part: Any) -> Iterator[Number]:
             yield from numbers_in(inner)
 
 
-Where = tuple[str, int, str]  # "stage", "glue", "output" or "input"; the how-many-th; its name
+Where = tuple[str, int, str]  # "stage", "glue", "output" or "input"; its position among those; its name
 INPUTS: Where = ("input", 0, "the inputs")

@@ -1,4 +1,4 @@
-"""A model's module tree again, on fake parameters: what a forward without data runs on."""
+"""A copy of a model's module tree on fake parameters, on which a forward without data runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dsp.private import children_of
 
 
 class Skeleton:
-    """The module tree of a model on fake parameters: without the hooks and compiled forwards of a set-up run.
+    """A copy of a model's module tree on fake parameters, without the hooks and compiled forwards of a distributed run.
 
-    A checkpoint round a forward stays, but for the ids of modules `staged`, which are stages or inside of them.
-    `twins`: for the id of a module an earlier one like it, whose insides will do for both. `memo`: the copies, by the
-    id of the module.
+    A checkpoint around a forward is kept, except for modules in `staged` (ids), which are stages or inside stages.
+    `twins`: the id of a module -> an earlier, equal one, whose submodules serve both. `memo`: the id of a module -> its
+    copy.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Skeleton:
         return self.memo[id(module)]
 
     def state(self, module: nn.Module, clone: nn.Module) -> dict[str, Any]:
-        """The attributes of a copy, but for its submodules."""
+        """The attributes of a copy, without its submodules."""
         state = dict(module.__dict__)
         forward = state.pop("forward", None)
         if checkpointed(forward) and id(module) not in self.staged:
@@ -64,7 +64,7 @@ class Skeleton:
 
 
 def own_containers(value: Any) -> Any:
-    """Containers anew: what a forward without data puts into a cache is not for the model to find there."""
+    """Copies of containers: the model must not find in its caches what a forward without data puts there."""
     if type(value) in (dict, OrderedDict):
         return type(value)((k, own_containers(v)) for k, v in value.items())
     if type(value) in (set, deque, defaultdict):
@@ -78,7 +78,7 @@ def checkpointed(forward: Any) -> bool:
 
 
 def foreign(hook: Any) -> bool:
-    """Hooks that act on a distributed run, not on the function the model computes."""
+    """Tell whether a hook acts on a distributed run, not on the function that the model computes."""
     target = getattr(hook, "func", hook)
     owner = getattr(target, "__self__", None)
     origin = type(owner).__module__ if owner is not None else getattr(target, "__module__", "") or ""

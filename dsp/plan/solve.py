@@ -1,4 +1,4 @@
-"""The problem of a trace, and its solution."""
+"""The planner's problem of a trace, and its solution."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a plan: `dsp.plan` has the first six, and the last two.
+    """The goal of a plan; the first six fields and the last two are arguments of `dsp.plan`.
 
-    again_inside: all stages are recomputed within their hooks, also where the trace saw no checkpoint; kept_inside:
-    what is sent inside of stages is kept all the same; batch: whether it may be sharded for the sake of bytes.
+    again_inside: each stage is recomputed within its hooks, even if the trace saw no checkpoint; kept_inside: what
+    stages send inside is not sent again by such a recomputation; batch: batch may be sharded to save bytes.
     """
 
     size: int
@@ -55,12 +55,12 @@ class Goal:
 
     @property
     def wire(self) -> Wire:
-        """The formats in which switches travel; of several that are permitted the exact one."""
+        """The formats in which switches travel; if several are permitted, the exact one."""
         return self.permits[0]
 
 
 def travelling(t: Trace, wire: Wire) -> Trace:
-    """A trace whose values switch in some formats."""
+    """A trace whose values switch in the formats of `wire`."""
 
     def packed(value: Value, name: str) -> Packed:
         form = format_for(name, value.real, value.itemsize)
@@ -72,7 +72,7 @@ def travelling(t: Trace, wire: Wire) -> Trace:
 
 
 class Decision(NamedTuple):
-    """An op of a trace, where it applies in a run, and the choice taken of it."""
+    """An op of a trace, its event, and the choice that was made for it."""
 
     at: int
     op: Op
@@ -85,13 +85,13 @@ class Decision(NamedTuple):
 
     @property
     def passing(self) -> Passing | None:
-        """The collective that puts the op's parts together, if there is one."""
+        """The collective that combines the ranks' parts of the op, if there is one."""
         return self.execution.passing
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A trace with what the planner chose; `stages` by name."""
+    """A trace with the planner's choices; `stages` by name."""
 
     trace: Trace
     stages: Mapping[str, Stage]
@@ -109,10 +109,10 @@ class Solved:
 
 
 def solved(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Solved:
-    """A trace solved without batch where there is more, unless nothing else fits the memory.
+    """Solve a trace: without sharding batch where another dim will do, unless nothing else fits the memory.
 
-    What runs along batch alone, 2 samples on 3 ranks, sends nothing, and is data parallelism with idle ranks: something
-    else is sharded then, if that makes the largest part smaller.
+    An op sharded along batch alone sends nothing, but with 2 samples on 3 ranks it is data parallelism with an idle
+    rank. Another dim is sharded then, if that makes the largest shard smaller.
     """
 
     def taking(admitted: Sequence[Sequence[int]]) -> Solved:
@@ -142,7 +142,7 @@ def solved(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Solved:
 
 
 def _batch_alone(found: Solved) -> bool:
-    """Tell whether batch is all that is sharded, and a part of it as long as 1.5/N."""
+    """Tell whether only batch is sharded, and a shard of it is at least 1.5/N of it."""
     cut = [(step, v, k) for step in found.steps for v, k in step.op.layouts(step.choice) if k is not None]
     sizes = (found.problem.values[v].extent(k) for _, v, k in cut)
     long = any(2 * found.size * chunk_sizes(size, found.size)[0] >= 3 * length(size) for size in sizes)
@@ -150,11 +150,11 @@ def _batch_alone(found: Solved) -> bool:
 
 
 def _without_batch(t: Trace, n: int, batch: bool) -> list[list[int]]:
-    """The choices of every op that compete by their bytes.
+    """The choices of every op that are compared by bytes.
 
-    To share out a batch is what data parallelism is for, and here it may be 1. So it is not for stages, if all of them
-    can be sharded along something else; nor for any op that has something else, if its parts would not be even: those
-    of a stage at all, those of glue so that one is longer than 1.5/N of the whole.
+    Sharing out the batch is the task of data parallelism, and the batch may be 1. So stages are not sharded along it if
+    each of them has another dim. Any op that has another dim is not sharded along it unevenly either: uneven means, for
+    a stage, shards of unequal sizes; for glue, a shard longer than 1.5/N of the dim.
     """
 
     def uneven(op: Op, c: Choice, stage: bool) -> bool:

@@ -1,10 +1,10 @@
-"""Stages alike run once in a trace: a deep model is a few different blocks, many times over.
+"""Equal stages run once in a trace: a deep model is a few different blocks, repeated many times.
 
-What a forward does on fake tensors depends on the module, on its inputs' shapes and types, and on nothing else: there
-is no data. So two modules of one `fingerprint` are twins, and a call of one with inputs of one `call_key` returns what
-such a call returned before. Objects that a module holds are compared by their attributes. Whatever cannot be
-compared by value is compared by identity, so a doubt costs time only: so are objects among the arguments, such as a
-cache of each layer's own, into which a call may write. `discover` skips layers by the same fingerprint.
+The result of a forward on fake tensors depends only on the module and on its inputs' shapes and dtypes: there is no
+data. So two modules of one `fingerprint` are twins, and a call of one with inputs of one `call_key` returns what such a
+call returned before. Objects that a module holds are compared by their attributes. Objects that cannot be compared by
+value are compared by identity; this costs time, but is safe. Objects among the arguments, such as each layer's cache,
+are compared by identity too, because a call may write into them. `discover` skips layers by the same fingerprint.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dsp.tensors import tensors_in, version
 VALUES = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-SMALL = 4096  # numbers of a buffer that are compared one by one
-OBJECTS = 3  # within each other that are compared by what they hold
+SMALL = 4096  # largest buffer whose numbers are compared
+OBJECTS = 3  # depth to which nested objects are compared by their attributes
 APART = frozenset(
     """
 _parameters _buffers _modules _non_persistent_buffers_set forward _compiled_call_impl _backward_hooks
@@ -44,7 +44,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def plain(value: Any) -> bool:
-    """Tell whether all that an object holds is in its `__dict__`: of a class of Python alone, and no module."""
+    """Tell whether an object's `__dict__` holds its whole state: its class is pure Python, and it is not a module."""
     kind = type(value)
     if getattr(kind, "__new__", None) is not object.__new__ or isinstance(value, (type, nn.Module)):
         return False
@@ -52,16 +52,16 @@ def plain(value: Any) -> bool:
 
 
 class _Reader:
-    """Values as something to compare; `order` numbers modules and tensors as they turn up, so that sharing shows.
+    """Turns values into comparable keys. `order` numbers modules and tensors as they appear, so that sharing shows.
 
-    objects: how deep within each other they are compared by what they hold; buffers: whether those of modules are told
-    apart by their numbers.
+    objects: the depth to which nested objects are compared by their attributes; buffers: whether buffers of modules are
+    compared by their numbers.
     """
 
     def __init__(self, tensor: Callable[[_Reader, Tensor], Hashable], objects: int = 0, buffers: bool = False) -> None:
         self.tensor, self.objects, self.buffers = tensor, objects, buffers
         self.order: dict[int, int] = {}
-        self.kept: list[Any] = []  # compared by identity: alive, so that no other object takes its id
+        self.kept: list[Any] = []  # objects compared by identity, kept alive so that no other object gets their id
 
     def nth(self, thing: Any) -> int:
         return self.order.setdefault(id(thing), len(self.order))
@@ -99,7 +99,7 @@ class _Reader:
         state = module.__dict__
         own: list[Hashable] = [(k, self.read(v)) for k, v in state.items() if k not in APART]
         if any(not foreign(h) for k in ("_forward_hooks", "_forward_pre_hooks") for h in state[k].values()):
-            own.append(id(module))  # a hook may do anything
+            own.append(id(module))  # a hook may do anything, so no other module is equal
         tensors = [
             (k, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad, type(t), self.nth(t)))
             for group in ("_parameters", "_buffers")
@@ -111,23 +111,23 @@ class _Reader:
 
 
 def contents(buffer: Tensor) -> Hashable:
-    """The numbers of a buffer, if they are few; else its identity. Two masks of one shape may differ."""
+    """The numbers of a buffer if they are few, else its identity: two masks of one shape may differ."""
     if buffer.is_meta or isinstance(buffer, FakeTensor):
         return None
     return tuple(buffer.flatten().tolist()) if buffer.numel() <= SMALL else id(buffer)
 
 
 def fingerprint(module: nn.Module, buffers: bool = False) -> Hashable:
-    """The state that a module's forward depends on, its numbers apart; and hooks of a distributed run.
+    """The state that a module's forward depends on, without numbers of tensors and hooks of a distributed run.
 
-    buffers: with the numbers of its buffers, for a forward that has data.
+    buffers: include the numbers of its buffers, for a forward that has data.
     """
-    # a tensor that is no buffer keeps its data in a trace
+    # a tensor attribute that is not a buffer keeps its data in a trace
     return _Reader(lambda _, t: ("tensor", id(t)), OBJECTS, buffers).module(module)
 
 
 def alike(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """The modules in groups of one fingerprint."""
+    """The modules, grouped by fingerprint."""
     groups: dict[Hashable, list[nn.Module]] = {}
     for module in modules:
         groups.setdefault(fingerprint(module), []).append(unwrapped(module))
@@ -135,7 +135,7 @@ def alike(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
 
 
 def call_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Any]]:
-    """The key of a call, its numbers apart; and the objects that must live as long as the key."""
+    """The key of a call, which ignores its tensors' numbers; and objects that must live as long as the key."""
 
     def described(reader: _Reader, t: Tensor) -> Hashable:
         storage = t.untyped_storage()
@@ -155,7 +155,7 @@ def call_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Any]]:
 
 
 class _Made(torch.autograd.Function):
-    """New fake tensors that look computed, of what the stage was given and of its weights (`anchor`)."""
+    """New fake tensors that autograd sees as computed from the inputs of a stage and from its weights (`anchor`)."""
 
     @staticmethod
     def forward(ctx: Any, like: list[Any], anchor: Tensor, *inputs: Tensor) -> Any:
@@ -180,13 +180,13 @@ def _made(like: list[Any]) -> tuple[Tensor, ...]:
 
 @dataclass
 class StageOutput:
-    """A stage's output, to be made again from the tensors of another call."""
+    """A recipe for a stage's output, to be made from the tensors of another call."""
 
     kept: list[Any]
-    spec: Any  # of the output, whose leaves are
-    values: list[Any]  # or,
-    tensors: list[int | None]  # by number, the inputs and then what is made:
-    like: list[Any]  # size, strides, dtype and device, and whether it requires grad
+    spec: Any  # the tree of the output
+    values: list[Any]  # for each leaf: its value, unless it is a tensor
+    tensors: list[int | None]  # for each leaf: the number of its tensor among inputs and new tensors
+    like: list[Any]  # for each new tensor: size, strides, dtype and device, and whether it requires grad
 
     def make(self, inputs: list[Tensor]) -> Any:
         """The output of a call with these inputs."""
@@ -198,7 +198,7 @@ class StageOutput:
 
 
 def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> StageOutput | None:
-    """How to make such an output again; None where it is not simply new tensors, inputs and values."""
+    """A recipe for this output; None if it has anything but plain new tensors, inputs and values."""
     leaves, spec = pytree.tree_flatten(output)
     found, every = StageOutput(kept, spec, [], [], []), list(inputs)
     storages = {storage_id(t.untyped_storage()) for t in inputs}
@@ -226,10 +226,10 @@ def once(
     first: Callable[[list[Tensor], list[Tensor]], Any],
     again: Callable[[Any, list[Tensor], list[Tensor]], None],
 ) -> None:
-    """Let the modules of a group run once for all calls alike; in place, for modules on fake tensors.
+    """Let equal calls of a group's modules, which are on fake tensors, run once: their forwards are replaced.
 
-    `first(inputs, outputs)` is told of a call that ran and returns what to note of it; `again(note, inputs, outputs)`
-    of one that did not run, and whose outputs were made to look the same.
+    `first(inputs, outputs)` is called for a call that ran and returns a note; `again(note, inputs, outputs)` is called
+    for a call that did not run, with outputs made like those of the first.
     """
     known: dict[Hashable, tuple[StageOutput, Any]] = {}
 
@@ -244,7 +244,7 @@ def once(
             before = [version(t) for t in inputs]
             output = forward(*args, **kwargs)
             note, how = first(inputs, tensors_in(output)), recipe(output, inputs, kept)
-            if how is not None and before == [version(t) for t in inputs]:  # a write into one is not made again
+            if how is not None and before == [version(t) for t in inputs]:  # a write would not be repeated
                 known[twin, called] = how, note
             return output
 

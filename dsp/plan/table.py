@@ -1,4 +1,4 @@
-"""The plan as people read it: a layout for every stage, the moves between them, and what they cost."""
+"""The plan for readers: a layout for every stage, the moves between them, and their cost."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from dsp.wire import AS_IT_IS, Wire
 
 
 class Sending(NamedTuple):
-    """A collective of a plan outside of stages, or a tensor's share of one (calls 0): a move, or so many bytes a rank.
+    """A collective of a plan outside of stages, or a tensor's share of one (calls 0): a move, or bytes of each rank.
 
-    where: for a backward, where its forward is. A move from `src` to `dst`; its backward goes the other way, and that
-    of a gather is the reduce-scatter into `src`.
+    where: for a backward, the place of its forward. A move leads from `src` to `dst`, and its backward the other way;
+    the backward of a gather is the reduce-scatter into `src`.
     """
 
     phase: str  # "forward", "backward", "recompute"
@@ -40,32 +40,32 @@ class Sending(NamedTuple):
     each: tuple[int, ...] = ()
 
     def sent(self, n: int) -> Sequence[int]:
-        """By each of n ranks."""
+        """Bytes that each of n ranks sends."""
         return self.each if self.value is None else MOVES[self.kind].sent(self.value, self.src, self.dst, n)
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage call of a plan. Bytes are those the busiest rank sends before this stage; peak is bytes held a rank."""
+    """One stage call of a plan. bytes: what the busiest rank sends before this stage; peak: bytes held a rank."""
 
     name: str
     pattern: str
     computes: tuple[str, ...]
-    layout: str | None  # the sharded dim; None: run whole on every rank
+    layout: str | None  # the sharded dim; None: replicated
     switch: str  # "t → s", "gather s", or ""
     bytes: int
     peak: int
     calls: int = 0  # collectives before this stage
-    idle: int = 0  # ranks that have nothing of it
-    share: float = 1.0  # the largest tensor that a rank holds of it, over the longest that one process holds
-    line: str = ""  # of the user's code that ran it first, as "model.py:37"
-    free: tuple[str, ...] = ()  # the dims but batch along which it might be sharded
-    part: float = 1.0  # of all that one process computes, in FLOPs
+    idle: int = 0  # ranks without a part of it
+    share: float = 1.0  # its largest tensor on a rank, over the longest tensor on one process
+    line: str = ""  # the line of the user's code that ran it first, as "model.py:37"
+    free: tuple[str, ...] = ()  # the dims along which it could be sharded, without batch
+    part: float = 1.0  # its share of all FLOPs of one process
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One move of a tensor between layouts: kind is "switch" or "gather"; bytes are those the busiest rank sends."""
+    """One move of a tensor between layouts: kind is "switch" or "gather"; bytes: what the busiest rank sends."""
 
     kind: str
     tensor: str
@@ -73,14 +73,14 @@ class Switch:
     dst: str | None
     before: str
     bytes: int
-    shared: bool = False  # travels in the collective of one before it
+    shared: bool = False  # travels in an earlier move's collective
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Glue that every rank runs whole: an operation of one module's forward, how often, and what it costs.
+    """Glue that every rank runs in full: an operation of one module's forward, its number of calls, and its cost.
 
-    bytes: of the largest tensor; part: of all that one process computes, in FLOPs.
+    bytes: of the largest tensor; part: its share of all FLOPs of one process.
     """
 
     name: str
@@ -97,25 +97,24 @@ class Whole:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model runs on `size` ranks; ``print(plan)`` is a table, of which one rank prints and `text` is on all.
+    """How a model runs on `size` ranks. ``print(plan)`` prints a table on one rank; `text` returns it on all.
 
-    stages: one row a stage call. switches: every switch and gather of a forward. bytes: what one rank sends in one
-    step, the busiest of each phase (of a row: of that row): ``forward``, ``backward``, ``recompute`` (forward moves
-    repeated by the model's own activation checkpointing). calls: the collectives of a step, likewise. peak: an
-    estimate of the most bytes a rank holds in forward: parameters whole (`resident`), activations saved for backward,
-    copies and work of the running stage; not gradients, optimizer states, or the transients of backward. flops: of a
-    step on the busiest rank, and `flops_alone` on one rank: matrix products, convolutions and attention, of which a
-    causal one computes what is seen;
-    `flops_whole`, those that every rank does again; `flops_model`, those of one rank without what is recomputed, by
-    which utilisation (MFU) is counted. touched: bytes that operations read and write in a step, likewise, where
-    nothing is fused. share: the largest tensor that a rank holds between the model's inputs and outputs, over the
-    largest of one process: 1/N is the least. whole: the glue that every rank runs whole though it is longer than
-    1.5/N of that. sends: bytes and calls by phase and kind of collective. `exact` is False when the search was cut.
-    hardware: what the plan is for, if that was said; then `estimate` has the seconds of a step. wire: the formats in
-    which switches travel. ways: how they go over several nodes; then `links` has what they send within and between
-    nodes, in bytes and calls, by phase, the busiest rank of each; a direct switch is one call, between. overlaps: those
-    that travel while stages compute, or why not, if that was asked for. record: what the forward did, in order, of a
-    plan made by `dsp.plan`; ``print(plan.record)`` shows it, a line an operation.
+    stages: one row a stage call. switches: every switch and gather of a forward. bytes: what the busiest rank sends in
+    one step, by phase: ``forward``, ``backward``, ``recompute`` (forward moves repeated by the model's own activation
+    checkpointing). calls: the collectives of a step, likewise. peak: an estimate of the most bytes a rank holds in
+    forward: all parameters (`resident`), activations saved for backward, copies and work of the running stage; not
+    gradients, optimizer states, or the transients of backward. flops: FLOPs of a step on the busiest rank, and
+    `flops_alone` on one process: matrix products, convolutions and attention (causal attention counts visible pairs);
+    `flops_whole`: those that every rank repeats; `flops_model`: those on one process without recomputation, by which
+    utilisation (MFU) is counted. touched: bytes that operations read and write in a step, likewise, if nothing is
+    fused. share: the largest tensor that a rank holds between the model's inputs and outputs, over the largest on one
+    process: 1/N is the least. whole: the glue that every rank runs in full on tensors longer than 1.5/N of the
+    latter. sends: bytes and calls by phase and kind of collective. `exact` is False if the search was cut short.
+    hardware: the hardware that the plan is for, if given; `estimate` then has the seconds of a step. wire: the formats
+    in which switches travel. ways: their routes over several nodes; `links` then has the bytes and calls within and
+    between nodes, by phase, of the busiest rank of each; a direct switch is one call, between. overlaps: the switches
+    that travel while stages compute, or the reason against it, if requested. record: the operations of the forward, in
+    order, in a plan made by `dsp.plan`; ``print(plan.record)`` shows one line an operation.
     """
 
     size: int
@@ -129,7 +128,7 @@ class Plan:
     sendings: list[Sending] = field(default_factory=list, repr=False, compare=False)  # outside of stages
     share: float = 1.0
     whole: list[Whole] = field(default_factory=list)
-    remedy: str = ""  # what would help there: a line of stages
+    remedy: str = ""  # a line of stages that would help there
     calls: dict[str, int] = field(default_factory=dict)
     flops: int = 0
     flops_alone: int = 0
@@ -141,20 +140,20 @@ class Plan:
     sends: dict[str, Sent] = field(default_factory=dict)
     hardware: Hardware | None = None
     problem: Problem | None = field(default=None, repr=False, compare=False)
-    names: list[dict[Cut, str]] = field(default_factory=list, repr=False, compare=False)  # of each value's layouts
-    inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared one is split along
+    names: list[dict[Cut, str]] = field(default_factory=list, repr=False, compare=False)  # for each value
+    inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared input is split along
     compiled: list[str] = field(default_factory=list)  # functions between stages that run uncompiled
-    reads: str = ""  # that and where the forward reads its data, if it does: the plan is for one that goes the same way
+    reads: str = ""  # what reads data, and its line: the plan holds for forwards that take the same branches
     record: Record | None = field(default=None, repr=False, compare=False)
-    chosen: bool = True  # whether stages that run whole do so for want of a dim to shard, and not by the method
+    chosen: bool = True  # whether stages run replicated for want of a dim to shard, not by the method
     wire: Wire = AS_IT_IS
     ways: Ways = STRAIGHT
     links: dict[str, Sent] = field(default_factory=dict)
     overlaps: list[Overlapped] = field(default_factory=list, repr=False)
-    packs: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # by format: numbers, and how often
+    packs: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # format -> numbers, and calls
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the record, whose nodes may hold functions of the model's own, when it goes to another process."""
+        """The plan without its record, whose nodes may hold functions of the model, for another process."""
         return {name: value for name, value in vars(self).items() if name != "record"}
 
     @property
@@ -169,10 +168,10 @@ class Plan:
     def takes(
         self, hardware: Hardware, weights: Sequence[Exchange] = (), *, batches: int = 1, overlap: bool = True
     ) -> Estimate:
-        """Seconds of a step on some hardware, of so many such batches.
+        """Seconds of a step of so many such batches on some hardware.
 
         weights: the collectives of data parallelism (`dsp.hardware.all_reduced`, `fully_sharded`). With `overlap` they
-        run beside computing, as far as it lasts; else after it.
+        run beside computation, as long as that lasts; else after it.
         """
         compute, alone = (
             batches * hardware.computing(flops, touched)
@@ -187,7 +186,7 @@ class Plan:
 
     @property
     def how(self) -> str:
-        """The options of its switches that are not the default: format, pieces, and the way over several nodes."""
+        """The options of its switches that are not the default: format, pieces, and route over several nodes."""
         pieces = {o.pieces for o in self.overlaps} - {1}
         ways = [way for _, way in self.ways.steps if way != DIRECT]
         formats = dict.fromkeys(self.wire if self.wire != AS_IT_IS else ())
@@ -207,12 +206,12 @@ class Plan:
 
     @property
     def _mostly(self) -> str:
-        """The kind of collective that sends most: the rows of the table are priced as it."""
+        """The kind of collective that sends most, by whose speed the rows of the table are timed."""
         return max(self.exchanges, key=lambda e: e.bytes, default=Exchange("switch", 0, 0, self.size)).kind
 
     @property
     def advice(self) -> str:
-        """Which stages sharding does not help, what running them whole sends, and what would help; or nothing."""
+        """A text on stages that sharding does not help, the bytes this costs, and what would help; or an empty text."""
         if not self.chosen:
             return ""
         return ". ".join(filter(None, (self._whole_stages, self._whole_glue, self._compiled)))
@@ -259,7 +258,7 @@ class Plan:
         return "" if dist.is_initialized() and dist.get_rank() > 0 else self.text()
 
     def text(self, lines: bool = False) -> str:
-        """The table, on any rank; with `lines` each row ends with the line of the user's code that it comes from."""
+        """The table, on any rank; with `lines` each row ends with its line of the user's code."""
         head = ["stage", "computes", "sharded", "move", "sends", "peak"]
         link = self.hardware.axis(self.size, self._mostly) if self.hardware is not None else None
         if link is not None:
@@ -302,7 +301,7 @@ class Plan:
         foot += self._overlapped()
         if self.size > 1 and self.share * self.size > 1.5:
             foot.append(f"the largest tensor of a rank is {self.share:.2f} of the largest of one process")
-        if self.inputs and not any(r.pattern for r in self.stages):  # no stage says what is sharded
+        if self.inputs and not any(r.pattern for r in self.stages):  # no stage shows the sharding
             along = ", ".join(f"{k} along {' and '.join(d)}" if d else f"{k} whole" for k, d in self.inputs.items())
             foot.insert(0, f"inputs: {along}")
         if self.hardware is not None:
@@ -316,7 +315,7 @@ class Plan:
         return foot
 
     def _by_link(self) -> list[str]:
-        """How switches go over several nodes, and what they send within and between them."""
+        """A line on the route of switches over several nodes, and their traffic within and between nodes."""
         if not self.links:
             return [self.ways.reason or str(self.ways)] if self.ways.reason or self.ways.node else []
         total = add_sent(*self.links.values())
@@ -327,7 +326,7 @@ class Plan:
         return [f"{self.ways}; a rank sends in a step: within nodes {within}, between {between}"]
 
     def svg(self) -> str:
-        """The plan as a picture: its stages as a ribbon, in the colours of the dims that are sharded."""
+        """The plan as a picture: a ribbon of its stages, in the colours of the sharded dims."""
         total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
         about = f"{number_of(self.size, 'rank')}; a rank sends: {total}; peak {human(self.peak)}"
         return ribbon(_folded(self.stages), about)
@@ -337,7 +336,7 @@ class Plan:
         return f"<div>{self.svg()}<pre>{escape(str(self))}</pre></div>"
 
     def _overlapped(self) -> list[str]:
-        """The switches that travel while stages compute, and those that do not."""
+        """Lines on the switches that travel while stages compute, and on those that do not."""
         cut, left = [o for o in self.overlaps if o.pieces > 1], dict[tuple[str, str], int]()
         for o in self.overlaps:
             if o.pieces == 1:
@@ -381,7 +380,7 @@ class Plan:
 
 
 def _folded(rows: Sequence[StageRow], lines: bool = False) -> list[tuple[StageRow, int]]:
-    """Repeated groups of rows shown once, with how often; the peak shown is the group's last."""
+    """The rows, with repeated groups shown once, and the number of repetitions; the peak shown is the last one's."""
 
     def key(r: StageRow) -> Any:
         return (generic(r.name), r.computes, r.layout, r.switch, r.bytes, lines and r.line)

@@ -1,7 +1,7 @@
-"""A forward without data, recorded: the model runs once on fake tensors, shapes and types only.
+"""A forward without data, recorded: the model runs once on fake tensors, which have shapes and dtypes only.
 
-What comes out is a `Trace`: the planner's problem, and where each of its decisions applies in a run.
-`dsp.plan.rehearsal` measures on the way what stages and operations cost, and leaves nothing of it behind.
+The result is a `Trace`: the planner's problem, and the place in a run where each of its decisions applies.
+`dsp.plan.rehearsal` measures the cost of stages and operations on the way, and restores all state that they change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KEPT = (
 
 
 class Fakes(FakeTensorMode):
-    """The tensors without data of one forward; when that is over, no operation takes them any more."""
+    """The fake tensors of one forward; once that is over, every operation on them raises."""
 
     over = False
 
@@ -52,15 +52,15 @@ class Fakes(FakeTensorMode):
 
 
 class Tracer(Between):
-    """Follows a forward on fake tensors, and tells a recorder of its stages and operations."""
+    """Follows a forward on fake tensors, and reports its stages and operations to a recorder."""
 
     def __init__(self, n: int, root_sizes: Mapping[str, int], real: bool = False) -> None:
         super().__init__()
         self.recorder = Recorder(n, root_sizes, real)
         self.record = self.recorder.record
-        self.record.random = True  # for all that is known
+        self.record.random = True  # assumed, where nothing measures it
         self.n, self.depth = n, 0
-        self.watch: AbstractContextManager[Any] = nullcontext()  # of what runs below
+        self.watch: AbstractContextManager[Any] = nullcontext()  # entered around the forward
 
     def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
         self.recorder.reads(suspects(what, args, kwargs), unrunnable(what))
@@ -72,7 +72,7 @@ class Tracer(Between):
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         if what.name in BY_NUMBER and not self.record.data:
-            raise NotImplementedError(f"{what.name}_() on a tensor without data")  # where torch crashes
+            raise NotImplementedError(f"{what.name}_() on a tensor without data")  # torch itself would crash
         out = self.called(func, args, kwargs)
         self.recorder.operation(what.name, args, kwargs, out, what.in_place, self.cost())
         return out
@@ -82,13 +82,13 @@ class Tracer(Between):
         return func(*args, **kwargs)
 
     def cost(self) -> Cost | None:
-        """The cost of the operation that ran last, if it was measured."""
+        """The cost of the last operation, if it was measured."""
         return None
 
     def before_stage(self, stage: Stage, args: Any, kwargs: Any) -> Any:
         self.depth += 1
         if self.asleep:
-            return None  # called by another stage: part of it
+            return None  # called inside another stage, and part of it
         self.recorder.enter_stage(stage, args, kwargs)
         self.asleep, self.given = True, (args, kwargs)
         return args, kwargs
@@ -104,25 +104,25 @@ class Tracer(Between):
         return output
 
     def leave(self, output: Any) -> None:
-        """A stage returned this."""
+        """Record that a stage returned."""
         self.recorder.leave_stage(output)
 
     def abandon(self) -> None:
-        """Leave nothing behind if a stage raised."""
+        """Reset the state after a stage that raised."""
         self.asleep = False
 
 
 class How(NamedTuple):
-    """How a forward is traced: whether its outputs are gathered, and the cuts of inputs that arrive sharded."""
+    """Options of a trace: whether the outputs are gathered, and the cuts of inputs that arrive sharded."""
 
     gather_output: bool
     given: Mapping[str, Cut]
 
 
 class Rehearsal:
-    """A copy of a model on fake parameters, for one forward that a `Tracer` is told of.
+    """A copy of a model on fake parameters, for one forward that a `Tracer` follows.
 
-    first: by the id of a module an earlier one like it, whose insides will do for both.
+    first: the id of a module -> an earlier, equal one, whose submodules serve both.
     """
 
     choices: type[Choices] = Choices
@@ -149,14 +149,14 @@ class Rehearsal:
         return t.dtype
 
     def resident(self) -> int:
-        """Bytes that each rank holds anyway, as far as they count."""
+        """Bytes that each rank holds in any case, as far as the planner counts them."""
         return 0
 
     def tracer(self, n: int, root_sizes: Mapping[str, int]) -> Tracer:
         return Tracer(n, root_sizes)
 
     def hooks(self, tracer: Any) -> list[Any]:
-        """Install the hooks that tell the tracer of stages."""
+        """Install the hooks that report stages to the tracer."""
         handles: list[Any] = []
         for stage in self.stages:
             module = self.memo.get(id(stage.module), stage.module)
@@ -165,16 +165,16 @@ class Rehearsal:
 
     @contextmanager
     def followed(self, tracer: Tracer) -> Iterator[None]:
-        """Around the forward: the tracer sees its operations, and nobody its warnings."""
-        # what an activation checkpoint around the model keeps is of the run alone
+        """A context for the forward: the tracer sees its operations, and warnings are ignored."""
+        # the identity hooks hide the tensors from the hooks of an activation checkpoint around the model
         with saved_tensors_hooks(lambda t: t, lambda t: t), CompileOff(), any_device(), self.mode, tracer.watch, tracer:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what the model has to say it says when it runs
+                warnings.simplefilter("ignore")  # the real run warns
                 yield
 
     def run(self, root: StagePattern | None, args: Any, kwargs: Any, n: int) -> Trace | None:
-        """The problem of a call with such inputs."""
-        # what an earlier call left in a cache lies as it left it
+        """The planner's problem of a call with these inputs."""
+        # a sharded tensor, kept in a cache by an earlier call, keeps its layout
         args, kwargs = remade((args, dict(kwargs)), lambda t: t if isinstance(t, Sharded) else self.fake(t))
         tracer = self.tracer(n, sizes_of_root(self.model, root, args, kwargs))
         bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
@@ -185,7 +185,7 @@ class Rehearsal:
                 output = self.clone(*args, **kwargs)
             tracer.recorder.root_outputs(output)
         except Exception:
-            self.choices.refuse(tracer.record, self.how.given)  # what stumbled may have come of what is refused
+            self.choices.refuse(tracer.record, self.how.given)  # the refusal that caused the error, if one did
             raise
         finally:
             tracer.abandon()
@@ -194,12 +194,12 @@ class Rehearsal:
         return self.problem(tracer, bound, tensors_in((args, kwargs)))
 
     def problem(self, tracer: Tracer, bound: list[Bound], given: list[Tensor]) -> Trace | None:
-        """The planner's problem of what the tracer was told; `bound` of the inputs `given` are the model's own."""
+        """The planner's problem of the recorded forward; `bound`: the inputs `given` that have a parameter."""
         return self.choices.of(tracer.record, self.how.given, self.how.gather_output).trace(self.resident())
 
 
 def watch(module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], Any]) -> list[Any]:
-    """Have functions called before and after a module's forward."""
+    """Register functions to be called before and after a module's forward."""
     return [
         module.register_forward_pre_hook(lambda m, a, k: before(a, k), with_kwargs=True),
         module.register_forward_hook(lambda m, a, out: after(out)),
@@ -209,7 +209,7 @@ def watch(module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[
 def trace(
     model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, n: int, how: How
 ) -> Trace:
-    """Run `model` on fake copies of the inputs, shapes and types only, and return what the planner has to decide."""
+    """Run `model` on fake copies of the inputs, which have shapes and dtypes only, and return the planner's problem."""
     with Rehearsal(model, stages, how, {}) as rehearsal:
         found = rehearsal.run(root, args, kwargs, n)
     assert found is not None

@@ -1,4 +1,4 @@
-"""The traffic of a plan's step, by phase and by kind of collective, and where."""
+"""The traffic of a plan's training step, by phase and kind of collective, and by place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsp.plan.solve import Decision, Goal, Solved
 from dsp.plan.table import Sending
 from dsp.planner import MOVES, Layout, Move, dealt, fuses
 
-Each = dict[str, tuple[list[int], int]]  # by kind: bytes of every rank, and calls
+Each = dict[str, tuple[list[int], int]]  # by kind: bytes that each rank sends, and calls
 
 
 def add(to: Each, kind: str, each: Sequence[int], calls: int) -> None:
@@ -23,9 +23,9 @@ def add(to: Each, kind: str, each: Sequence[int], calls: int) -> None:
 
 
 class PlannedTraffic:
-    """The collectives of a step. `sendings` are those outside of stages, `own` the bytes that the busiest rank sends in
-    each move forward, and its calls that are no other move's; `links` those of switches by link, on an axis of several
-    nodes."""
+    """The collectives of a step. `sendings` are those outside of stages. `own` has for each move forward the bytes that
+    the busiest rank sends, and its calls without those shared with an earlier move. `links` has the traffic of
+    switches by link, on an axis of several nodes."""
 
     def __init__(self, found: Solved, program: Program, goal: Goal, overlaps: Overlaps) -> None:
         self.found, self.program, self.goal, self.trace, self.overlaps = found, program, goal, found.trace, overlaps
@@ -54,7 +54,7 @@ class PlannedTraffic:
         self.sendings.append(sending)
 
     def count(self, phase: str, *sent: Sent) -> None:
-        """Add the traffic inside of stages, known for the busiest rank, as if every rank sent that."""
+        """Add traffic inside of stages, which is known for the busiest rank only, as if every rank sent as much."""
         for kind, (nbytes, calls) in (item for one in sent for item in one.items()):
             self.add(phase, kind, [nbytes] * self.found.size, calls)
 
@@ -86,7 +86,7 @@ class PlannedTraffic:
                 self.own[m] = most, sum(sending.calls for sending in legs or [whole])
 
     def count_packing(self, switch: Sending) -> None:
-        """The numbers that a switch in fewer bits packs; what pieces add to that is in `Overlapped`."""
+        """Count the numbers that a switch in fewer bits packs; `Overlapped` has what pieces add."""
         value, src = switch.value, switch.src
         if switch.kind == "switch" and value is not None and src is not None and value.packed[0] is not None:
             name = self.goal.wire.names[switch.phase == "backward"]
@@ -95,7 +95,7 @@ class PlannedTraffic:
             self.packs[name] = numbers + own, calls + min(switch.calls, 1)
 
     def every_move(self) -> Iterator[tuple[Move, Sending]]:
-        """The sendings of each move, as if it were the only one."""
+        """The sendings of each move, as if no other move shared its collective."""
         by_grad = {(v, k) for s in self.found.steps if s.event.grad for v, k in zip(s.op.inputs, s.choice.needs)}
         by_grad |= {(m.value, m.src) for m in self.found.solution.moves}
         for m in (m for m in self.found.solution.moves if m.kind != "split"):
@@ -105,7 +105,7 @@ class PlannedTraffic:
                 yield m, Sending(phase, at, kind, 1, value.gradient if phase == "backward" else value, src, dst)
 
     def by_link(self, switch: Sending, way: str) -> list[Sending]:
-        """The sendings of a switch that goes in legs; none if it is direct."""
+        """The sendings of a switch that travels in legs; none if it is direct."""
         assert switch.value is not None
         ways, n, new = self.ways, self.found.size, switch.calls
         rows = dealt(switch.value, switch.src, switch.dst, n)
@@ -119,7 +119,7 @@ class PlannedTraffic:
         return [Sending(switch.phase, switch.where, kind, calls, each=tuple(each)) for kind, each, calls in parts]
 
     def phases(self, m: Move, differentiated: bool) -> Iterator[tuple[str, str, Layout, Layout]]:
-        """When a move is made, as which collective, and between which layouts."""
+        """For each phase that makes a move: the phase, the kind of collective, and the layouts."""
         yield "forward", m.kind, m.src, m.dst
         if differentiated:
             yield "backward", MOVES[m.kind].adjoint, m.dst, m.src
@@ -127,7 +127,7 @@ class PlannedTraffic:
             yield "recompute", m.kind, m.src, m.dst
 
     def collective(self, m: Move) -> Hashable:
-        """The same for moves that share one: switches of small tensors at one place, but for a copy made of another."""
+        """A key that moves of one collective share: switches of small tensors at one place, not copies of copies."""
         if (
             m.kind != "switch"
             or m in self.overlaps.moves
@@ -137,7 +137,7 @@ class PlannedTraffic:
         return ("push", m.after) if self.program.pushed(m) else ("use", m.before, self.rounds[m])
 
     def in_turn(self) -> dict[Move, int]:
-        """Before an op copies are made together, until one is to be made of these (`Run.copy_first`): how often so."""
+        """The round of each move before an op: copies made of copies wait for the next round (`Run.copy_first`)."""
         rounds: dict[Move, int] = {}
         for k, event in enumerate(self.trace.events):
             now, made = 0, set[tuple[int, Layout]]()
@@ -150,10 +150,10 @@ class PlannedTraffic:
                         made.add((v, m.dst))
         return rounds
 
-    # --- what recomputation repeats ---
+    # --- recomputation ---
 
     def again(self, at: int, after: bool) -> bool:
-        """Tell whether recomputation in backward gets past op `at`: it stops where nothing more was saved."""
+        """Tell whether recomputation in backward gets past op `at`: it stops when it has all that was saved."""
         t = self.trace
         region = t.events[at].region if at >= 0 else None
         if region is None or region not in self.recomputing:
@@ -166,19 +166,19 @@ class PlannedTraffic:
     def recomputed(self, m: Move) -> bool:
         if self.program.pushed(m):
             return self.again(m.after, after=True)
-        # a copy made of what came from outside the region is still there
+        # a copy made of a tensor from outside the region still exists
         events = self.trace.events
         inside = m.after < 0 or events[m.after].region == events[m.before].region
         return inside and self.again(m.before, after=False)
 
-    # --- what ops send by themselves ---
+    # --- collectives of ops ---
 
     def count_step(self, step: Decision) -> None:
         event, stage, inside = step.event, step.event.kind == "stage", step.execution.sends
         if (passing := step.passing) is not None:
             at, forward = self.where(step.at), tuple(passing.forward)
             self.send(Sending("forward", at, passing.kind, 1, each=forward))
-            first = passing.kind in ("rows", "gather")  # before it saves anything; sums come last
+            first = passing.kind in ("rows", "gather")  # these run before anything is saved; sums run last
             if self.again(step.at, after=not first) and (event.grad or not stage):
                 self.send(Sending("recompute", at, passing.kind, 1, each=forward))
             for phase in ("forward", *["recompute"] * self.again(step.at, after=True)):
@@ -196,18 +196,18 @@ class PlannedTraffic:
                     self.count("recompute", around)
 
     def times_again(self, step: Decision) -> int:
-        """How often backward runs an op's own collectives again."""
+        """The number of times that backward repeats an op's own collectives."""
         if step.event.kind != "stage":
             return int(self.again(step.at, after=True))
         if self.goal.kept_inside or not step.event.grad:
             return 0
-        # a stage is recomputed as a whole: what it saves lies behind what it sends. Twice, if it is a checkpoint
-        # within a region that is one, which saves the inputs of its last stage and stops there
+        # a stage is recomputed to its end: it saves tensors after it sends. A stage that is a checkpoint inside a
+        # checkpointed region is recomputed twice, unless it is the region's last: the region stops at its inputs
         itself = self.goal.again_inside or step.event.own
         return itself + self.again(step.at, after=itself)
 
     def count_inputs(self) -> None:
-        """An input that asks for its gradient gets it whole: by an all-gather if it was split, else an all-reduce."""
+        """Count gradients of inputs, which arrive full: by an all-gather if the input was split, else an all-reduce."""
         t, n = self.trace, self.found.size
         summed = list(t.whole_grads)
         for v in t.inputs.values():
@@ -221,14 +221,14 @@ class PlannedTraffic:
 
 
 def busiest(kinds: Mapping[str, tuple[list[int], int]]) -> Sent:
-    """The traffic of the rank that sends most of all kinds together, by kind."""
+    """The traffic of the rank that sends most, over all kinds, by kind."""
     total = [sum(each) for each in zip(*(each for each, _ in kinds.values()))]
     rank = total.index(max(total)) if total else 0
     return {kind: (each[rank], calls) for kind, (each, calls) in kinds.items()}
 
 
 def of_links(links: Mapping[str, Each]) -> dict[str, Sent]:
-    """The traffic of the rank that sends most over each link, by phase."""
+    """The traffic of the rank that sends most over each link, by phase and link."""
     return {
         phase: {kind: (max(each), calls) for kind, (each, calls) in by.items()} for phase, by in links.items() if by
     }

@@ -1,4 +1,4 @@
-"""A forward without data: what it would save for backward, and on what kernels, at no cost in memory or time."""
+"""A forward without data: what it would save for backward, and which kernels would run, without memory or time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def without_data(
 ) -> Any:
     """Run the forward of `model` on tensors that have shapes and no data, and return its output: nothing is allocated.
 
-    Parameters, buffers and inputs may be on any device, the meta device included; their stand-ins are on `device`, so
-    that every operation is the one that runs there. On the meta device attention would take its plain path, which saves
-    two to six times as much for backward. Hooks run, those of `torch.autograd.graph.saved_tensors_hooks` too, and so
-    does a backward of the output; the model itself is left as it is.
+    Parameters, buffers and inputs may be on any device, the meta device included. Fake tensors on `device` replace
+    them, so that the operations are those of that device: on the meta device attention would use its unfused
+    implementation, which saves two to six times as much for backward. Hooks run, those of
+    `torch.autograd.graph.saved_tensors_hooks` too, and so does a backward of the output; the model does not change.
 
-    stages: submodules, of which equal ones run once for all calls alike, since what they do depends on shapes alone.
-    ran: called as ``ran(inputs, outputs)`` within each call of a stage that ran, with its tensors; it returns what to
-    note. repeated: called as ``repeated(note, inputs, outputs)`` in place of each call that did not run.
+    stages: submodules; of equal ones, equal calls run once, since their results depend on shapes alone. ran: called as
+    ``ran(inputs, outputs)`` within each stage call that runs, with its tensors; it returns a note. repeated: called as
+    ``repeated(note, inputs, outputs)`` in place of each stage call that does not run.
     """
     mode, wrapped = FakeTensorMode(allow_non_fake_inputs=True), list(dict.fromkeys(stages))
 
@@ -51,7 +51,7 @@ def without_data(
     once(groups, ran or (lambda *_: None), repeated or (lambda *_: None))
     try:
         with any_device(), mode, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the model has to say it says when it runs
+            warnings.simplefilter("ignore")  # the real run warns
             return functional_call(model, own, *given)
     finally:
         for module, forward in before:

@@ -3,17 +3,17 @@
     min over layouts of  sum of CommCost,   subject to  Memory <= capacity
 
 A problem is a straight line of ops over values. Each op offers choices: the layout that it needs of every input and
-gives to every output. A value appears in one layout; moves make copies of it in others: a split (free), a switch (one
+gives to every output. A value is made in one layout; moves make copies of it in others: a split (free), a switch (one
 all-to-all) or a gather (one all-gather). The best plan has the least
 
     (bytes, calls, sum of choice ranks, largest)        compared in this order
 
-of those in which nothing long is whole that need not be, if one of these has as few bytes and as low a sum of ranks;
-where bytes and calls are those of the moves and of the ops' own communication, for the busiest rank and one run of the
-sequence, and largest is the largest local size of a copy moved, needed or produced, or of an op's work.
+among the plans that replicate no long value without need, if one of these has as few bytes and as low a sum of ranks.
+Bytes and calls are those of the moves and of the ops' own communication, for the busiest rank and one run of the
+sequence. `largest` is the largest local size of a copy moved, needed or produced, or of an op's work.
 
-Two searches, both exact. `Elimination` finds the cheapest plan of all; where its peak does not fit, `Sweep` goes over
-the ops in order and carries along what is held. Nothing here knows tensors: bytes in, decisions out.
+Two searches, both exact: `Elimination` finds the cheapest plan of all; if its peak does not fit, `Sweep` goes over the
+ops in order and tracks the copies held. The planner knows no tensors: bytes in, decisions out.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ __all__ = [
 def solve(problem: Problem, say: Callable[[str], None] = lambda text: None) -> Solution:
     """The cheapest plan whose peak is within the capacity (paper, equation 9).
 
-    Moves are weighed over a value's whole life: used in t, s and t again it pays one switch, and if it must be whole
-    later it is gathered early where that saves a switch. Under a capacity a copy may be dropped and made again. A value
-    is whole or laid out as some choice, or its own home, says; no other layout is tried. `say` is told how far it is.
+    Moves are weighed over a value's whole life: a value used in t, s and t again pays one switch, and one that must be
+    replicated later is gathered early where that saves a switch. Under a capacity a copy may be dropped and made again.
+    A value is replicated, or in a layout of some choice, or in its home; no other layout is tried. `say` gets progress.
 
-    Raises Infeasible if nothing fits, ValueError for a problem that makes no sense.
+    Raises Infeasible if nothing fits, ValueError for an inconsistent problem.
     """
     facts, capacity = Index(problem), problem.capacity
     solution, same = Elimination(facts, say=say).solve(MADE), None
     if solution is None:
-        from dsp.planner.loops import loops, runs  # which few problems are so tangled as to need
+        from dsp.planner.loops import loops, runs  # loaded here: few problems need it
 
         facts.settle()
         same = loops(problem)
@@ -81,17 +81,17 @@ def solve(problem: Problem, say: Callable[[str], None] = lambda text: None) -> S
 
 
 def swept(facts: Index, capacity: float, say: Callable[[str], None]) -> Solution:
-    """The cheapest plan within a capacity by the search that knows of memory."""
+    """The cheapest plan within a capacity, by the search that tracks memory."""
     from dsp.planner.sweep import Sweep
 
     return Sweep(facts, capacity, say).solve()
 
 
 def _lean(facts: Index, best: Solution, same: Sequence[int] | None, say: Callable[[str], None]) -> Solution | None:
-    """A plan of no more bytes than the best, nor of more batch, in which nothing long is whole that need not be.
+    """A plan that replicates no long value without need, with no more bytes and no higher ranks than the best plan.
 
-    Long is more than a rank's share of the longest value. Calls come second then: two gathers over two ranks are the
-    bytes of four switches.
+    Long means more than a rank's share of the longest value. Such a plan may need more calls: two gathers over two
+    ranks send the bytes of four switches.
     """
     problem = facts.problem
     limit = max((value.nbytes for value in problem.values), default=0) / problem.size

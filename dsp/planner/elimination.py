@@ -1,4 +1,4 @@
-"""The cheapest plan where memory is no limit: one choice after another is eliminated."""
+"""The cheapest plan without a memory limit: choices are eliminated one by one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dsp.planner.index import Index, Shape, subsets
 from dsp.planner.problem import Copies, Layout, Move, Solution
 
 ROWS = 200_000  # rows of a table; a problem that needs more goes to the sweep
-MADE = 300_000  # rows of all its tables, where the problem can be made smaller
-ENOUGH = 1_500_000  # and where it cannot
-HUB = 32  # tables that a variable of one value is in, to be left out of them: its neighbours would be all the others
+MADE = 300_000  # rows of all tables together, in the first try; then the problem is made smaller
+ENOUGH = 1_500_000  # the same, in later tries
+HUB = 32  # a variable of one value that is in more tables is left out of them: else all variables become its neighbours
 
-_Asked = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts that it may start in, those asked of it so far
+_Asked = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts it may start in, and those needed so far
 _Row = tuple[Any, ...]  # a value for each variable of a table
 _Table = tuple[tuple[int, ...], dict[_Row, tuple[int, int]]]  # variables, and for each row (cost, largest)
 
 
 class Elimination:
-    """The cheapest plan where memory is no limit.
+    """The cheapest plan without a memory limit.
 
-    Then every copy may stay, so what a value costs follows from where it starts and from the set of all layouts ever
-    asked of it. The whole is a sum of terms, each in the choices of a few ops, and eliminating one choice after another
-    minimizes it. Nothing is lost that way, and a skip across the network is no harder than one to the next op.
+    Every copy may then be kept, so the cost of a value depends only on the layout it starts in and the set of all
+    layouts needed of it. The total cost is a sum of terms, each over the choices of a few ops. Eliminating one choice
+    after another minimizes the sum exactly, and a skip across the network is no harder than a link to the next op.
 
-    same: of each op the one whose choice it takes, see `dsp.planner.loops`; by default each its own.
+    same: for each op the op whose choice it takes, see `dsp.planner.loops`; by default itself.
     """
 
     def __init__(self, facts: Index, same: Sequence[int] | None = None, say: Callable[[str], None] = lambda text: None):
@@ -38,9 +38,9 @@ class Elimination:
         self.total, self.outlook = cache(self._total), cache(self._outlook)
 
     def solve(self, most: float = ENOUGH) -> Solution | None:
-        """None if a table outgrows ROWS, as it may where many values live side by side and each op reads several.
+        """Return the plan, or None if a table outgrows ROWS rows, or all tables together outgrow `most`.
 
-        Or if all of them have more than `most` rows.
+        A table grows where many values are live at once and each op reads several.
         """
         best, rows = _minimize(self.tables(), most, self.say)
         if best is None:
@@ -50,14 +50,14 @@ class Elimination:
         return self.facts.solution(choices, *self.moves(choices), exact=exact, states=rows)
 
     def tables(self) -> list[_Table]:
-        """The terms. Variable k is the choice of op k; those beyond are a value's state between two of its uses."""
+        """The terms. Variable k is the choice of op k; the others are a value's state between two of its uses."""
         facts = self.facts
         tables: list[_Table] = [
             ((self.same[k],), {(choice,): (run.cost, run.largest) for choice, run in runs.items()})
             for k, runs in enumerate(facts.runs)
         ]
         variables = count(len(facts.runs))
-        # of each value by op and choice: the layouts that are needed
+        # for each value: op -> choice -> the layouts needed
         uses_of: list[dict[int, dict[int, Copies]]] = [{} for _ in facts.problem.values]
         for k, op in enumerate(facts.problem.ops):
             for v in dict.fromkeys(op.inputs):
@@ -66,7 +66,7 @@ class Elimination:
                     asks[i] = asks.get(i, frozenset()) | run.needs[v]
         for v, value in enumerate(facts.problem.values):
             if facts.whole(v):
-                continue  # there on every rank: any copy of it is a split, for nothing
+                continue  # on every rank already: any copy is a split, which is free
             scope: tuple[int, ...] = ()
             rows: dict[_Row, _Asked] = {(): (value.home, frozenset())}
             if facts.producer[v] >= 0:
@@ -77,8 +77,8 @@ class Elimination:
             for i in range(len(uses) - 1, 0, -1):
                 later[i - 1] = later[i].union(*uses_of[v][uses[i]].values())
             for k, ahead in zip(uses, later):
-                own = (k,) if k not in scope else ()  # a step of a loop may read what the one before it made
-                same: dict[Any, _Asked] = {}  # of states after which all costs the same, the first
+                own = (k,) if k not in scope else ()  # a step of a loop may read what the step before it made
+                same: dict[Any, _Asked] = {}  # one state for all states whose further costs are equal
                 table: dict[_Row, tuple[int, int]] = {}
                 after: dict[_Row, _Asked] = {}
                 for (row, (starts, asked)), (choice, needs) in product(rows.items(), uses_of[v][k].items()):
@@ -89,7 +89,7 @@ class Elimination:
                     cost, relay, *_ = self.total(facts.shapes[v], *state)
                     cost -= self.total(facts.shapes[v], starts, asked)[0]
                     if k == uses[-1]:
-                        table[row] = cost, relay  # only now is it settled which copies are made
+                        table[row] = cost, relay  # only after the last use is it settled which copies are made
                     else:
                         state = same.setdefault(self.outlook(facts.shapes[v], *state, ahead), state)
                         table[row + (state,)] = cost, 0
@@ -100,7 +100,7 @@ class Elimination:
         return tables
 
     def _total(self, shape: Shape, starts: tuple[Layout, ...], asked: Copies) -> tuple[int, int, Layout, Copies]:
-        """(cost, largest copy made though not asked, start, all copies) of the cheapest way to the layouts asked."""
+        """(cost, largest copy that no op needs, start, all copies) of the cheapest moves to the layouts asked."""
         ways = []
         for start in starts:
             cost, _, goal = shape.spread(frozenset({start}), asked)
@@ -108,16 +108,16 @@ class Elimination:
         return min(ways, key=lambda way: way[:2])
 
     def _outlook(self, shape: Shape, starts: tuple[Layout, ...], asked: Copies, ahead: Copies) -> _Row:
-        """The cost of all that may yet be asked of a value: (more cost, largest relay) for each set of layouts."""
+        """(more cost, largest relay) for each set of the layouts that may yet be needed of a value."""
         now = self.total(shape, starts, asked)[0]
         ways = (self.total(shape, starts, asked | more)[:2] for more in subsets(a for a in shape.layouts if a in ahead))
         return tuple((cost - now, relay) for cost, relay in ways)
 
     def moves(self, choices: Sequence[int]) -> tuple[dict[int, Layout], list[Move]]:
-        """The homes, and the moves in order, each before the first op that needs its copy or one made from it."""
+        """The homes, and the moves in order, each before the first op that needs its copy or a copy made from it."""
         facts = self.facts
         starts = {v: value.home for v, value in enumerate(facts.problem.values)}
-        asked: dict[int, dict[Layout, int]] = {}  # of each value the layouts it is needed in, and the first op
+        asked: dict[int, dict[Layout, int]] = {}  # for each value: layout needed -> the first op that needs it
         for k, choice in enumerate(choices):
             run = facts.runs[k][choice]
             starts.update((v, (layout,)) for v, layout in run.gives.items())
@@ -138,14 +138,14 @@ class Elimination:
 
 
 class _Order:
-    """Which variable goes next: the one that joins least that is apart as yet (weighted min-fill, Kjaerulff 1990).
+    """The elimination order: next is the variable that newly joins the least (weighted min-fill, Kjaerulff 1990).
 
-    weights: of each variable how many values it may have.
+    weights: for each variable the number of its possible values.
     """
 
     def __init__(self, scopes: Iterable[tuple[int, ...]], weights: Mapping[int, int]) -> None:
         self.weights = weights
-        self.near: dict[int, set[int]] = {}  # of each variable those that stand in a table with it, and itself
+        self.near: dict[int, set[int]] = {}  # variable -> those that share a table with it, and itself
         for scope in scopes:
             for variable in scope:
                 self.near.setdefault(variable, set()).update(scope)
@@ -160,11 +160,11 @@ class _Order:
     def __iter__(self) -> Iterator[int]:
         while self.queue:
             at, variable = heappop(self.queue)
-            if self.place.get(variable) == at:  # or else it was put in again, elsewhere
+            if self.place.get(variable) == at:  # else an outdated entry: the variable is queued again at another place
                 yield variable
 
     def gone(self, variable: int, scope: tuple[int, ...]) -> None:
-        """A variable was eliminated; its neighbours, the scope of the new table, stand in one now."""
+        """Note that a variable was eliminated: its neighbours, the scope of the new table, now share that table."""
         del self.place[variable]
         for other in scope:
             self.near[other] = (self.near[other] | self.near[variable]) - {variable}
@@ -177,8 +177,8 @@ class _Order:
 def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> tuple[dict[int, Any] | None, int]:
     """(the value of each variable that makes the sum of the tables least, rows made), by variable elimination.
 
-    The table of a variable that goes holds, for every row of values that its neighbours may have, the best value of the
-    variable. None if a table has more than ROWS rows, or all of them more than `most`.
+    Eliminating a variable makes a table with its best value for every row of its neighbours' values. The first result
+    is None if a table has more than ROWS rows, or all of them together more than `most`.
     """
     values = _values(tables)
     times = Counter(variable for scope, _ in tables for variable in scope)
@@ -213,7 +213,7 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
 
 
 def _tables_of(tables: Mapping[int, _Table]) -> dict[int, dict[int, None]]:
-    """The numbers of the tables that each variable is in, as ordered sets."""
+    """The numbers of the tables that contain each variable, as ordered sets."""
     of: dict[int, dict[int, None]] = {}
     for number, (scope, _) in tables.items():
         for variable in scope:
@@ -222,7 +222,7 @@ def _tables_of(tables: Mapping[int, _Table]) -> dict[int, dict[int, None]]:
 
 
 def _values(tables: list[_Table]) -> dict[int, dict[Any, None]]:
-    """The values that each variable may have, as ordered sets: the plan must not depend on hashes."""
+    """The possible values of each variable, as ordered sets: the plan must not depend on hashes."""
     values: dict[int, dict[Any, None]] = {}
     for scope, table in tables:
         for i, variable in enumerate(scope):
@@ -231,7 +231,7 @@ def _values(tables: list[_Table]) -> dict[int, dict[Any, None]]:
 
 
 def _without(known: Mapping[int, Any], table: _Table) -> _Table:
-    """A table without the variables that are known, which have but one value."""
+    """A table without the variables of `known`, each of which has a single value."""
     scope, rows = table
     kept = [i for i, variable in enumerate(scope) if variable not in known]
     if len(kept) == len(scope):
@@ -240,7 +240,7 @@ def _without(known: Mapping[int, Any], table: _Table) -> _Table:
 
 
 def _join(one: _Table, two: _Table) -> _Table:
-    """The table over the variables of both whose rows agree with a row of each: costs add, the larger size stays."""
+    """The join of two tables: rows that agree on shared variables are merged, costs added, and the larger size kept."""
     fresh, pairs = _pairs(one, two)
     joined = {
         row + more: (cost + more_cost, largest if largest > more_largest else more_largest)
@@ -251,8 +251,8 @@ def _join(one: _Table, two: _Table) -> _Table:
 
 
 def _least(one: _Table, two: _Table) -> tuple[tuple[int, ...], dict[_Row, tuple[tuple[int, int], Any]], int]:
-    """Two tables joined, without the first variable of `one`: for each row of the others (its least cost, the value
-    that has it); and how many rows were joined."""
+    """Two tables joined and minimized over the first variable of `one`: for each row of the others (the least cost, the
+    value that has it); and the number of rows joined."""
     fresh, pairs = _pairs(one, two)
     best: dict[_Row, tuple[tuple[int, int], Any]] = {}
     count = 0
@@ -270,9 +270,9 @@ def _least(one: _Table, two: _Table) -> tuple[tuple[int, ...], dict[_Row, tuple[
 def _least_of_all(
     joined: _Table, tables: Sequence[_Table], most: float
 ) -> tuple[tuple[tuple[int, ...], dict[_Row, tuple[tuple[int, int], Any]]] | None, int]:
-    """A table joined with others, without its first variable, as `_least` has it; and how many rows were made.
+    """A table joined with others, without its first variable, as in `_least`; and the number of rows made.
 
-    None if one of them has more than ROWS rows, or all of them more than `most`.
+    The first result is None if a join has more than ROWS rows, or all of them together more than `most`.
     """
     made = 0
     for table in tables[:-1]:
@@ -285,11 +285,11 @@ def _least_of_all(
     return None if made > most or rows > ROWS else (scope, best), made
 
 
-_Match = list[tuple[_Row, int, int]]  # rows of a table's own variables, with (cost, largest)
+_Match = list[tuple[_Row, int, int]]  # rows over the variables that only the second table has, with (cost, largest)
 
 
 def _pairs(one: _Table, two: _Table) -> tuple[tuple[int, ...], Iterator[tuple[_Row, tuple[int, int], _Match]]]:
-    """The variables that `two` has alone; and each row of `one` with its cost and the rows of `two` that agree."""
+    """The variables that only `two` has; and each row of `one` with its cost and the rows of `two` that match."""
     (scope, rows), (other, others) = one, two
     fresh = [i for i, variable in enumerate(other) if variable not in scope]
     shared = [(scope.index(variable), i) for i, variable in enumerate(other) if variable in scope]
@@ -302,7 +302,7 @@ def _pairs(one: _Table, two: _Table) -> tuple[tuple[int, ...], Iterator[tuple[_R
 
 
 def _picked(places: Sequence[int]) -> Callable[[_Row], _Row]:
-    """The values of a row in some places."""
+    """A function that returns the values of a row at some places."""
     if len(places) > 1:
         return itemgetter(*places)
     return (lambda row: (row[places[0]],)) if places else (lambda row: ())

@@ -1,4 +1,4 @@
-"""The facts that a problem implies, for both searches."""
+"""The facts that both searches derive from a problem."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dsp.text import human
 
 
 def cost_of(nbytes: int, calls: int, rank: int = 0) -> int:
-    """One integer that orders costs by bytes, then calls, then rank, and that adds and subtracts as they do."""
+    """One integer that orders costs by bytes, then calls, then rank, and that adds and subtracts like the three."""
     return (nbytes << 64) + (calls << 32) + rank
 
 
 class Shape:
-    """The layouts that a value may take: what each weighs on a rank, and the cheapest way to any set of copies."""
+    """The layouts that a value may take: the bytes of each on a rank, and the cheapest moves to any set of copies."""
 
     def __init__(self, value: Value, layouts: Sequence[Layout], n: int):
         self.layouts = layouts
         self.local = {a: value.local_bytes(a, n) for a in layouts}
         extra = 1 << 160 if value.fixed else 0  # more than all bytes
-        never = 1 << 192  # there is another way
+        never = 1 << 192  # more still: a path through another layout exists
         self.price = {
             (a, b): cost_of(*price(value, a, b, n))
             + (extra if a != b else 0)
@@ -43,14 +43,14 @@ class Shape:
         return max((self.local[a] for a in layouts), default=0)
 
     def replaces(self, a: Layout, b: Layout) -> bool:
-        """Tell whether a copy in a does for one in b that no op needs: as good a source, and no larger."""
+        """Tell whether a copy in a can replace one in b that no op needs: as good a source of moves, and no larger."""
         small = self.local[a] <= self.local[b] or not self.price[a, b]
         return small and all(self.price[a, c] <= self.price[b, c] for c in self.layouts if c != b)
 
     def _reach(self, held: Copies) -> dict[Copies, tuple[int, Layout, Layout]]:
-        """For every larger set the cost of the cheapest way there and its last move, (cost, src, dst).
+        """For every larger set of copies the cheapest cost to make it, and the last move: (cost, src, dst).
 
-        A move adds one copy, so the cheapest way to a set extends the cheapest way to a set with one copy less.
+        A move adds one copy, so the cheapest path to a set extends the cheapest path to a set with one copy less.
         """
         best: dict[Copies, tuple[int, Layout, Layout]] = {held: (0, None, None)}
         for new in subsets([a for a in self.layouts if a not in held]):
@@ -63,12 +63,12 @@ class Shape:
         return best
 
     def _spread(self, held: Copies, wanted: Copies) -> tuple[int, int, Copies]:
-        """(cost, largest new copy, all copies) of the cheapest set of copies that has those wanted."""
+        """(cost, largest new copy, all copies) of the cheapest set of copies that contains the wanted ones."""
         ways = ((way[0], self.most(goal - held), goal) for goal, way in self.reach(held).items() if wanted <= goal)
         return min(ways, key=lambda way: way[:2])
 
     def path(self, held: Copies, goal: Copies) -> list[tuple[Layout, Layout]]:
-        """The moves (src, dst) in order from the copies held to the goal."""
+        """The moves (src, dst), in order, from the copies held to the goal."""
         moves: list[tuple[Layout, Layout]] = []
         while goal != held:
             _, src, dst = self.reach(held)[goal]
@@ -78,7 +78,7 @@ class Shape:
 
 
 class Digest(NamedTuple):
-    """One choice of one op, digested."""
+    """The facts of one choice of one op."""
 
     cost: int
     largest: int
@@ -89,13 +89,13 @@ class Digest(NamedTuple):
 
 
 class Index:
-    """The facts that a problem implies: a value's producer, the layouts it may take, the ops that want it in which."""
+    """The facts that a problem implies: each value's producer and layouts, and the ops that want each layout."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
         self.producer = _check(problem)
         self.shapes = self._shapes([range(len(op.choices)) for op in problem.ops])
-        self.runs = [  # of each op, by the index of the choice
+        self.runs = [  # for each op: index of a choice -> its facts
             {i: self._digest(op, choice) for i, choice in enumerate(op.choices)} for op in problem.ops
         ]
         if problem.capacity is not None:
@@ -103,14 +103,14 @@ class Index:
 
     @cached_property
     def live(self) -> list[list[int]]:
-        """The values there before each op."""
+        """The values that exist before each op."""
         ops = self.problem.ops
         last = {v: k for k, op in enumerate(ops) for v in op.inputs}
         return [[v for v in sorted(last) if self.producer[v] < k <= last[v]] for k in range(len(ops) + 1)]
 
     @cached_property
     def wanted(self) -> list[dict[int, Copies]]:
-        """For each op the layouts that it or a later one may need of each value."""
+        """For each op the layouts of each value that this op or a later one may need."""
         found: list[dict[int, Copies]] = [{}]
         for runs in reversed(self.runs):
             wanted = dict(found[-1])
@@ -120,17 +120,15 @@ class Index:
         return found[::-1]
 
     def whole(self, v: int) -> bool:
-        """Tell whether a value is there on every rank, whatever is chosen: then any copy of it costs nothing."""
+        """Tell whether a value is replicated whatever is chosen: then any copy of it costs nothing."""
         value, k = self.problem.values[v], self.producer[v]
         if value.fixed or k < 0:
             return None in value.home and not value.fixed
         return not any(run.gives[v] for run in self.runs[k].values())
 
     def settle(self) -> None:
-        """Run whole what costs nothing so, is made of whole values and is no longer than others must be.
-
-        No plan is cheaper for it.
-        """
+        """Fix an op to run replicated if that costs nothing, its inputs are replicated, and its tensors are no longer
+        than the longest that every plan holds. No cheaper plan is lost."""
         must = max((min(run.largest for run in runs.values()) for runs in self.runs), default=0)
         for k, (op, runs) in enumerate(zip(self.problem.ops, self.runs)):
             if len(runs) == 1 or not op.outputs or any(self.problem.values[v].fixed for v in op.outputs):
@@ -142,26 +140,26 @@ class Index:
                     break
 
     def touches(self, k: int, i: int, limit: float) -> bool:
-        """Tell whether an op's choice needs or gives a value of more than `limit` bytes whole."""
+        """Tell whether an op's choice needs or gives a replicated value of more than `limit` bytes."""
         op, values = self.problem.ops[k], self.problem.values
         return any(layout is None and values[v].nbytes > limit for v, layout in op.layouts(op.choices[i]))
 
     def narrow(self, limit: float) -> None:
-        """Nothing of more than `limit` bytes is whole, wherever there is another choice; nor is such a copy made on
-        the way."""
+        """Remove choices with a replicated value of more than `limit` bytes where another choice exists, and such
+        copies as intermediate steps of moves."""
         for k, runs in enumerate(self.runs):
             parts = {i: run for i, run in runs.items() if not self.touches(k, i, limit)}
             self.runs[k] = parts or runs
         self.shapes = self._shapes(self.runs, limit)
 
     def _shapes(self, taken: Iterable[Iterable[int]], limit: float = inf) -> list[Shape]:
-        """taken: of each op the choices that it has; limit: bytes of a whole copy that may be made on the way."""
+        """taken: the indices of each op's choices; limit: bytes up to which a move may gather a value on the way."""
         named: list[set[Layout]] = [set(value.home) for value in self.problem.values]
         for op, own in zip(self.problem.ops, taken):
             for choice in (op.choices[i] for i in own):
                 for v, layout in op.layouts(choice):
                     named[v].add(layout)
-        # alike values share one
+        # equal values share one Shape
         shape = cache(lambda value, layouts: Shape(value, layouts, self.problem.size))
         found = []
         for value, dims in zip(self.problem.values, named):
@@ -181,9 +179,9 @@ class Index:
         return Digest(cost, max(choice.work, *read, *made, 0), needs, gives, choice.work + sum(made), choice.saved)
 
     def prune(self, capacity: int) -> None:
-        """Leave out the choices that cannot fit, whatever the other ops do. Raises Infeasible if an op has no other."""
+        """Remove choices that cannot fit, whatever the other ops choose. Raises Infeasible if an op has no other."""
         while True:
-            saved, takes = self.problem.resident, []  # of each op, by the index of the choice: bytes at the very least
+            saved, takes = self.problem.resident, []  # takes: for each op, choice -> its least bytes
             for live, runs in zip(self.live, self.runs):
                 takes.append({i: saved + self.takes(run, live) for i, run in runs.items()})
                 saved += min(run.saved for run in runs.values())
@@ -197,7 +195,7 @@ class Index:
             ]
 
     def takes(self, run: Digest, live: Sequence[int]) -> int:
-        """The bytes that a choice adds at least to what is resident and saved when it runs."""
+        """The least bytes that a choice adds, when it runs, to what is resident and saved."""
         least = {v: min(self.shapes[v].local.values()) for v in live}
         needs = {v: self.shapes[v].weigh(layouts) for v, layouts in run.needs.items()}
         return run.saved + run.room + sum((least | needs).values())
@@ -217,7 +215,7 @@ class Index:
     def solution(
         self, choices: Sequence[int], homes: dict[int, Layout], moves: Sequence[Move], exact: bool, states: int
     ) -> Solution:
-        """A plan and what it takes, by replaying it."""
+        """The solution of these choices and moves, with the cost that replaying them gives."""
         values, size = self.problem.values, self.problem.size
         taken = [op.choices[choice] for op, choice in zip(self.problem.ops, choices)]
         runs = [options[choice] for options, choice in zip(self.runs, choices)]
@@ -238,8 +236,8 @@ class Index:
         )
 
     def held(self, runs: Sequence[Digest], homes: Mapping[int, Layout], moves: Iterable[Move]) -> list[int]:
-        """The bytes that a rank holds at each op: its room, what was saved before, and copies while they are used."""
-        lives: list[list[int]] = []  # of each copy: local bytes, the first and the last op that finds it there
+        """Bytes that a rank holds at each op: outputs and work, all saved so far, and copies while they are used."""
+        lives: list[list[int]] = []  # for each copy: local bytes, and the first and the last op during which it exists
         latest: dict[tuple[int, Layout], list[int]] = {}
         before: dict[int, list[Move]] = {}
         for move in moves:
@@ -258,7 +256,7 @@ class Index:
             for v, layout in ((v, layout) for v, layouts in run.needs.items() for layout in layouts):
                 latest[v, layout][2] = k
             for v, layout in run.gives.items():
-                appear(v, layout, k + 1)  # at op k it is part of the room
+                appear(v, layout, k + 1)  # during op k it is part of run.room
         held = [run.room + saved for run, saved in zip(runs, accumulate(run.saved for run in runs))]
         for nbytes, first, last in lives:
             for k in range(first, last + 1):
@@ -273,7 +271,7 @@ def subsets(items: Iterable[Layout]) -> Iterator[Copies]:
 
 
 def _check(problem: Problem) -> list[int]:
-    """The op that produces each value, -1 for an input. Raises ValueError for a problem that makes no sense."""
+    """The op that produces each value, -1 for an input. Raises ValueError for an inconsistent problem."""
     values, producer = problem.values, [-1] * len(problem.values)
     if problem.size < 1:
         raise ValueError(f"a plan needs at least 1 rank, got {problem.size}")
@@ -295,7 +293,7 @@ def _check(problem: Problem) -> list[int]:
 
 
 def _check_choices(problem: Problem) -> None:
-    """Raise ValueError for a choice that does not fit its op, or the values of it."""
+    """Raise ValueError for a choice that does not fit its op or the op's values."""
     values = problem.values
     for op, choice in ((each, choice) for each in problem.ops for choice in each.choices):
         if (len(choice.needs), len(choice.gives)) != (len(op.inputs), len(op.outputs)):

@@ -1,4 +1,4 @@
-"""Long loops: steps that are alike, over slices of the same values, such as a scan over time written in Python."""
+"""Long loops: similar steps over slices of the same values, such as a scan over time written in Python."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Hashable, Sequence
 from dsp.planner.problem import Op, Problem
 
 LONGEST = 64  # ops of one step
-RUN = 12  # ops that are alike, one after the other, so that those of two such runs take the same choices
-OFTEN = 16  # steps, each with a slice of one value
+RUN = 12  # length of a run: equal ops in two runs of this length take the same choices
+OFTEN = 16  # steps, each with a slice of one value, that make a loop long
 
 
 def loops(problem: Problem) -> list[int]:
-    """The op whose choice each op takes: for steps of a long loop that of the first, else its own.
+    """The op whose choice each op takes: in a long loop the op of the first step, else the op itself.
 
-    A loop is long where many of its steps take a slice of one value, so that what may have become of that value before
-    each of them is beyond counting. A loop over layers, where each reads what the one before made, is none.
+    A loop is long where many of its steps take a slice of one value: the possible states of that value before each step
+    are then too many to enumerate. A loop over layers, each of which reads the previous one's result, does not count.
     """
     ops, kinds = problem.ops, dict[Hashable, int]()
     alike = [kinds.setdefault(_kind(problem, op), len(kinds)) for op in ops]
@@ -32,9 +32,9 @@ def loops(problem: Problem) -> list[int]:
 
 
 def runs(problem: Problem) -> list[int]:
-    """The op whose choice each op takes: the first one that ends, or begins, an equal run of `RUN` ops; else itself.
+    """The op whose choice each op takes: the first that ends, or begins, an equal run of `RUN` ops; else the op itself.
 
-    Tiles of a picture are such runs. Tiles at its edges are runs of another kind than those within.
+    The tiles of a picture are such runs. Tiles at the edges form other runs than inner tiles.
     """
     kinds = dict[Hashable, int]()
     alike = [kinds.setdefault(_kind(problem, op), len(kinds)) for op in problem.ops]
@@ -56,14 +56,14 @@ def runs(problem: Problem) -> list[int]:
 
 
 def _kind(problem: Problem, op: Op) -> Hashable:
-    """The properties that ops of a kind share."""
+    """The properties by which two ops count as equal."""
     choices = tuple((c.needs, c.gives, c.work, c.saved, c.bytes, c.calls, c.rank) for c in op.choices)
     values = tuple((problem.values[v].sizes, problem.values[v].fixed) for v in op.inputs + op.outputs)
     return op.name, choices, values
 
 
 def _repeats(alike: Sequence[int], at: int) -> tuple[int, int]:
-    """The period of the longest repetition that begins here, and how often it comes; 0 where there is none."""
+    """The period of the longest repetition that begins here, and how often it repeats; (0, 0) if nothing repeats."""
     best = (0, 0)
     for period in range(1, LONGEST + 1):
         step, times = alike[at : at + period], 1
@@ -77,7 +77,7 @@ def _repeats(alike: Sequence[int], at: int) -> tuple[int, int]:
 
 
 def _slices(problem: Problem, ops: Sequence[Op]) -> bool:
-    """Tell whether many of these each take a slice of one value."""
+    """Tell whether many of these ops each take a slice of one value."""
     size = [value.nbytes for value in problem.values]
     times = Counter(
         v for op in ops for v in set(op.inputs) if op.outputs and OFTEN * sum(size[w] for w in op.outputs) <= size[v]

@@ -8,13 +8,13 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-# the dim that is sharded over the sequence-parallel ranks, by whatever tells it from others; None: whole on every rank
+# the dim that is sharded over the sequence-parallel ranks, as any hashable name of it; None: replicated
 Layout = Any
-Extent = int | tuple[int, ...]  # of a dim: how long it is, or the pieces joined in it that are sharded each on its own
+Extent = int | tuple[int, ...]  # length of a dim, or the lengths of the pieces joined in it that are sharded one by one
 Copies = frozenset[Layout]  # layouts of one value
-Packed = Callable[[int], int] | None  # bytes of so many elements, None: as they are
+Packed = Callable[[int], int] | None  # bytes that a number of elements takes when packed; None: sent unpacked
 
-FUSE = 1 << 18  # bytes a rank of a tensor up to which it shares a collective: to pack more costs more than a call
+FUSE = 1 << 18  # bytes a rank up to which a tensor shares a collective: packing a larger one costs more than a call
 
 
 class Infeasible(ValueError):
@@ -26,11 +26,11 @@ class Value:
     """A tensor that lives between ops: its dims in order, folds unfolded, and the bytes of an element.
 
     `home` is for a value that no op produces: the layouts it may start in at no cost, the preferred one first. `fixed`
-    is for one that is written in place and has views: it is moved only if nothing else will do. Dims may lie in each
-    other, a fold and a part of it: then `numel` says how many elements there are. `apart` are pairs of dims between
-    which no one all-to-all leads: from one to the other the value is gathered, and split. `real`: its elements are real
-    numbers; `packed` has the bytes of so many of them on the way to one rank in a switch, where that is not their own
-    size: forward, and those of its gradient.
+    marks a value that is written in place and has views: it is moved only if nothing else will do. Dims may overlap,
+    such as a fold and a part of it; `numel` is then the number of elements. `apart` has pairs of dims that no single
+    all-to-all connects: between them the value is gathered and split. `real`: its elements are real numbers. `packed`:
+    the bytes that a number of elements takes when a switch sends them to one rank, for the value and for its gradient;
+    None where they are sent unpacked.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Value:
 
     @property
     def gradient(self) -> Value:
-        """Its gradient, which is as long and travels back."""
+        """The gradient of the value, of the same size, which travels in the gradient's format."""
         return replace(self, packed=self.packed[::-1])
 
     @property
     def travels(self) -> int:
-        """Bytes that it has in a switch, all of it."""
+        """Bytes of the full value in the format in which a switch sends it."""
         return self.nbytes if self.packed[0] is None else self.packed[0](self.nbytes // self.itemsize)
 
     @property
@@ -59,7 +59,7 @@ class Value:
         return numel * self.itemsize
 
     def local_bytes(self, layout: Layout, n: int) -> int:
-        """Bytes of a shard over n ranks, of the largest."""
+        """Bytes of the largest shard over n ranks."""
         return self.parts(layout, n)[0]
 
     def parts(self, layout: Layout, n: int) -> list[int]:
@@ -75,16 +75,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run an op: the layout needed of each input and given to each output, and what it takes of a rank."""
+    """One way to run an op: the layout needed of each input and given to each output, and its cost on a rank."""
 
     needs: tuple[Layout, ...]
     gives: tuple[Layout, ...]
     work: int = 0  # transient bytes while the op runs
-    saved: int = 0  # bytes kept from then on: activations for backward
+    saved: int = 0  # bytes kept after the op: activations for backward
     bytes: int = 0  # communication inside the op, such as an all-reduce over the sharded dim
     calls: int = 0
     rank: int = 0  # preference among equals, lower is better: batch is a last resort
-    execution: Any = None  # how the op runs by it; nothing to the planner
+    execution: Any = None  # how the op runs by this choice; the planner does not read it
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,18 @@ class Op:
     choices: tuple[Choice, ...]
 
     def layouts(self, choice: Choice) -> Iterator[tuple[int, Layout]]:
-        """The layouts of all values that it reads and makes."""
+        """The layouts of all values that the op reads and makes."""
         return zip(self.inputs + self.outputs, choice.needs + choice.gives)
 
     def share(self, choice: Choice, values: Sequence[Value], n: int) -> float:
-        """The busiest rank's share of it: its chunk of the sharded dim, or everything."""
+        """The share of the op that the busiest rank runs: its chunk of the sharded dim, or everything."""
         cut = ((values[v], k) for v, k in self.layouts(choice) if k is not None)
         return next((value.local_bytes(k, n) / max(value.nbytes, 1) for value, k in cut), 1.0)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Ops in order, on `size` ranks of `capacity` bytes each, of which `resident` are always taken (parameters)."""
+    """Ops in order, on `size` ranks of `capacity` bytes each; `resident` of these are always taken (parameters)."""
 
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
@@ -121,8 +121,8 @@ class Problem:
 class Move:
     """A new copy of a value in layout `dst`, made from its copy in `src`; the busiest rank sends `bytes`.
 
-    It precedes op `before`: the first that needs the copy, or a copy made from it, or (under a capacity) the room that
-    a smaller copy leaves. Op `after` produced the value, -1 for an input: no move of it can be launched earlier.
+    The move precedes op `before`: the first that needs the copy, a copy made from it, or (under a capacity) the memory
+    that a smaller copy frees. Op `after` produced the value (-1: an input), so no move of the value can start earlier.
     """
 
     value: int
@@ -131,16 +131,16 @@ class Move:
     before: int
     after: int
     bytes: int
-    kind: str  # of `MOVES`
+    kind: str  # a key of `MOVES`
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The plan: for each op the index of its choice, for each input value the layout it starts in, the moves in order.
+    """The plan: the index of each op's choice, the layout that each input value starts in, and the moves in order.
 
     `peak` is the most that a rank holds while an op runs: resident, all saved so far, outputs, work, and copies, each
-    from where it appears to its last use, as an operand or as the source of a move. `exact` is False if the search was
-    cut short; `states` is how much it looked at.
+    from its creation to its last use, as an operand or as the source of a move. `exact` is False if the search was cut
+    short; `states` is the number of states it visited.
     """
 
     choices: tuple[int, ...]
@@ -158,9 +158,9 @@ def length(size: Extent) -> int:
     return size if isinstance(size, int) else sum(size)
 
 
-@lru_cache(maxsize=4096)  # asked for at every stage call
+@lru_cache(maxsize=4096)  # called at every stage call
 def chunk_sizes(size: Extent, n: int) -> tuple[int, ...]:
-    """How torch.chunk deals `size` elements to n ranks: 5 over 4 gives 2, 2, 1, 0; of joined pieces it deals each."""
+    """Sizes of the n chunks that torch.chunk makes: 5 over 4 gives 2, 2, 1, 0. Joined pieces are chunked one by one."""
     if not isinstance(size, int):
         return tuple(map(sum, zip(*(chunk_sizes(piece, n) for piece in size))))
     chunk = -(-size // n)
@@ -168,20 +168,20 @@ def chunk_sizes(size: Extent, n: int) -> tuple[int, ...]:
 
 
 def piece_sizes(size: int, count: int) -> tuple[int, ...]:
-    """The sizes of so many pieces of a rank's own part: 5 in 3 pieces are 2, 2, 1."""
+    """The sizes of the pieces into which a rank cuts its own shard: 5 in 3 pieces are 2, 2, 1."""
     return tuple(size // count + (i < size % count) for i in range(count))
 
 
 def fuses(nbytes: int, n: int) -> bool:
-    """Tell whether a tensor of so many bytes over n ranks shares one all-to-all with others that switch where it does.
+    """Tell whether a tensor of so many bytes over n ranks shares an all-to-all with others switched at the same place.
 
-    The shared buffer costs a copy more on either side: for large tensors more than the call that it saves.
+    The shared buffer costs one more copy on either side: for large tensors more than the call that it saves.
     """
     return nbytes <= FUSE * n
 
 
 class MoveKind(NamedTuple):
-    """A kind of move: calls, bytes of a value that each of n ranks sends from src to dst, and its adjoint."""
+    """A kind of move: calls, bytes that each of n ranks sends for a value from src to dst, and its adjoint."""
 
     calls: int
     sent: Callable[[Value, Layout, Layout, int], list[int]]
@@ -189,7 +189,7 @@ class MoveKind(NamedTuple):
 
 
 def dealt(value: Value, src: Layout, dst: Layout, n: int) -> list[list[int]]:
-    """Bytes that each of n ranks sends to each in a switch of a value; what it keeps among them."""
+    """Bytes that each of n ranks sends to each rank, itself included, in a switch of a value."""
     extent, packed = value.extent(dst), value.packed[0] or value.itemsize.__mul__
     size, parts = length(extent), chunk_sizes(extent, n)
     return [[packed(own // value.itemsize * part // max(size, 1)) for part in parts] for own in value.parts(src, n)]
@@ -211,12 +211,12 @@ def _scattered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
     return [value.nbytes - own for own in value.parts(dst, n)]
 
 
-# of a value of M bytes over N ranks
+# for a value of M bytes over N ranks
 MOVES = {
     "split": MoveKind(0, lambda value, src, dst, n: [0] * n, "split"),  # None -> d: a local narrow
     "switch": MoveKind(1, _switched, "switch"),  # d -> d': M/N · (N-1)/N
     "gather": MoveKind(1, _gathered, "reduce_scatter"),  # d -> None: M · (N-1)/N
-    "reduce_scatter": MoveKind(1, _scattered, "gather"),  # a sum of each rank's own -> d: M · (N-1)/N
+    "reduce_scatter": MoveKind(1, _scattered, "gather"),  # a sum of one full tensor from each rank -> d: M · (N-1)/N
 }
 
 

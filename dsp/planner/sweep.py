@@ -1,4 +1,4 @@
-"""The cheapest plan within a memory: over the ops in order, carrying along what is held."""
+"""The cheapest plan within a memory limit: a sweep over the ops in order, with the copies held as its state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dsp.planner.problem import Copies, Layout, Move, Solution
 
 T = TypeVar("T")
 
-STATES = 300  # labels after an op in the sweep; if there are more it keeps the best, and is not exact
-FEW = 12  # that many at least, however much there is to do
-WORK = 3_000_000  # labels made by the values of each: what a sweep may take on the way, some 20 s, or it keeps fewer
-RIVALS = 64  # labels, the most promising, that a new one is compared with
+STATES = 300  # labels kept after an op; if there are more, the best are kept, and the search is not exact
+FEW = 12  # labels kept at least, however long the problem
+WORK = 3_000_000  # limit of labels made x their live values in one sweep, some 20 s; beyond it fewer labels are kept
+RIVALS = 64  # a new label is compared with this many of the most promising ones
 
 
 class _Label(NamedTuple):
-    """The best way known to one state of the sweep: the copies held of each live value."""
+    """The best known partial plan that leads to one state of the sweep: the copies held of each live value."""
 
     cost: int
     largest: int
@@ -28,11 +28,11 @@ class _Label(NamedTuple):
     state: tuple[Copies, ...]
     parent: _Label | None = None
     choice: int = 0
-    goals: tuple[Copies, ...] = ()  # the copies of each live value before the op, just before any is dropped
+    goals: tuple[Copies, ...] = ()  # the copies of each live value at the op, before any is dropped
 
 
 class _Option(NamedTuple):
-    """One future of a value's copies: moves lead to `goal`, the op finds `keep`, the next one `after`."""
+    """One future of a value's copies: moves lead to `goal`; the op finds `keep`, and the next op `after`."""
 
     cost: int
     largest: int
@@ -45,13 +45,13 @@ class _Option(NamedTuple):
 class Sweep:
     """The cheapest plan within a capacity: a dynamic program over the ops; the state is the copies held of each value.
 
-    To hold more is never worse until an op finds no room: only then are copies dropped, and values moved that the op
-    does not read. A label is forgotten if another does as well even when it has to make up for what it does not hold.
+    Holding more copies is never worse until an op lacks memory. Only then are copies dropped, and values moved that the
+    op does not read. A label is dropped if another does as well even after it makes the copies that it lacks.
     """
 
     def __init__(self, facts: Index, capacity: float, say: Callable[[str], None] = lambda text: None):
         self.facts, self.capacity, self.say, self.exact, self.states = facts, capacity, say, True, 0
-        self.width = STATES  # labels to keep; fewer where many live values and many ops would take too long
+        self.width = STATES  # labels to keep; fewer if many live values and many ops would take too long
         self.tight: dict[int, float] = {}  # the least bytes that a label needed at an op
         self.options, self.regret = cache(self._options), cache(self._regret)
 
@@ -63,7 +63,7 @@ class Sweep:
         ahead, left = _rest(len(runs) * len(live) for runs, live in zip(self.facts.runs, self.facts.live)), WORK
         for k in range(len(self.facts.runs)):
             self.say(f"{len(self.facts.runs) - k} operations to lay out")
-            if self.capacity == inf:  # within a memory a plan that fits is worth the time
+            if self.capacity == inf:  # with a memory limit, a plan that fits is worth any time
                 self.width = min(STATES, max(FEW, left // max(ahead[k], 1)))
             labels = [new for label in labels for new in self.extend(k, label)]
             left -= len(labels) * len(self.facts.live[k])
@@ -78,7 +78,7 @@ class Sweep:
         return self.facts.solution(choices, *self.moves(path), exact=self.exact, states=self.states)
 
     def extend(self, k: int, label: _Label) -> Iterator[_Label]:
-        """Every way on from a label through op k that finds room."""
+        """All continuations of a label through op k that fit into memory."""
         facts, wanted = self.facts, self.facts.wanted[k + 1]
         for choice, run in facts.runs[k].items():
             saved = label.saved + run.saved
@@ -105,7 +105,7 @@ class Sweep:
     def combine(
         self, options: Sequence[tuple[list[_Option], list[_Option]]], room: float
     ) -> list[tuple[int, int, int, tuple[_Option, ...]]]:
-        """(cost, largest, bytes, options) of the ways to take one option for each value, within the room."""
+        """(cost, largest, bytes, options) of the combinations of one option for each value, within the room."""
         most = _rest(max(option.nbytes for option in full) for full, _ in options)
         least = _rest(min(option.nbytes for option in every) for _, every in options)
         ways: list[tuple[int, int, int, tuple[_Option, ...]]] = [(0, 0, 0, ())]
@@ -122,7 +122,7 @@ class Sweep:
     def _options(
         self, shape: Shape, held: Copies, needs: Copies, wanted: Copies
     ) -> tuple[list[_Option], list[_Option]]:
-        """The futures of the copies held before an op that needs some, if none must go, and if any may."""
+        """The futures of the copies held, before an op that needs some: if all may stay, and if any may be dropped."""
 
         def option(keep: Copies) -> _Option:
             cost, largest, goal = shape.spread(held, keep)
@@ -139,7 +139,7 @@ class Sweep:
         return self.worthwhile(shape, full, wanted), self.worthwhile(shape, every, wanted)
 
     def worthwhile(self, shape: Shape, options: list[_Option], wanted: Copies) -> list[_Option]:
-        """The options that no other of no more bytes matches even when it has to make up for the difference."""
+        """The options that no other, of no more bytes, matches after it makes up for the difference."""
         best: list[_Option] = []
         for new in sorted(options, key=lambda option: option[:3]):
             for old in best:
@@ -152,10 +152,11 @@ class Sweep:
         return best
 
     def _regret(self, shape: Shape, mine: Copies, other: Copies, wanted: Copies) -> tuple[int, int]:
-        """(cost, largest) of the moves after which my copies of a value are as good as the other ones, at any capacity.
+        """(cost, largest) of the moves that make the copies `mine` as good as the copies `other`, at any capacity.
 
-        Those are the moves to the other copies. Or to all that ops want, where these weigh no more than one of the
-        other copies that no op wants: a whole copy, as a rule. (Nor may that one be the source of a useful third.)
+        These are the moves to the copies `other`; or the moves to all wanted copies, if these together weigh no more
+        than each unwanted one among `other` (usually the replicated copy) and no unwanted copy is the source of a
+        useful third.
         """
         best = shape.spread(mine, other)[:2]
         spare = other - wanted
@@ -169,7 +170,7 @@ class Sweep:
         """The labels worth keeping before op k, the most promising first."""
         shapes, wanted, live = self.facts.shapes, self.facts.wanted[k], self.facts.live[k]
 
-        def order(label: _Label) -> tuple[int, int, int]:  # as if half of the copies still missing had to be paid
+        def order(label: _Label) -> tuple[int, int, int]:  # as if half of the missing copies had to be paid
             lack = sum(shapes[v].spread(held, wanted[v])[0] for v, held in zip(live, label.state))
             return 2 * label.cost + lack, label.largest, label.saved
 
@@ -184,7 +185,7 @@ class Sweep:
         return best
 
     def beats(self, k: int, label: _Label, other: _Label) -> bool:
-        """Tell whether a label does as well as the other whatever follows."""
+        """Tell whether a label does at least as well as the other whatever follows."""
         gap, largest = other.cost - label.cost, label.largest
         if label.saved > other.saved:
             return False
@@ -201,7 +202,7 @@ class Sweep:
         return label.saved + sum(self.facts.shapes[v].weigh(held) for v, held in zip(self.facts.live[k], label.state))
 
     def cut(self, items: list[T], weigh: Callable[[T], int]) -> list[T]:
-        """At most `width` items: half of them the first, the most promising ones, half the lightest of the rest."""
+        """At most `width` items: half are the first and most promising, half the lightest of the rest."""
         if len(items) <= self.width:
             return items
         self.exact = False
@@ -222,5 +223,5 @@ class Sweep:
 
 
 def _rest(sizes: Iterable[int]) -> list[int]:
-    """The sum of what is left at each position: 1, 2, 3 gives 6, 5, 3, 0."""
+    """The suffix sums: 1, 2, 3 gives 6, 5, 3, 0."""
     return list(accumulate(reversed(list(sizes)), initial=0))[::-1]

@@ -1,9 +1,9 @@
 """The rules: how each operation between stages ("glue") treats a sharded dim.
 
-A rule reads an operation's arguments, tensors replaced by `Operand`s (global shape and cut), and says how the same
-operation runs on local parts: which whole operands to narrow, which size arguments to localize, and where the result is
-cut. It touches no data, so the planner and the run share one table. An operation without a rule runs on whole tensors,
-which the plan gathers for it: on shards it may be exact, but nobody has shown it.
+A rule reads an operation's arguments, with `Operand`s (global shape and cut) in place of tensors, and describes how the
+operation runs on shards: which replicated operands to narrow, which size arguments to localize, and the cut of the
+result. A rule reads no data, so planner and run share one table. An operation without a rule runs on full tensors,
+which the plan gathers: on shards it might be exact, but nobody has shown it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsp.rules.call import RULES, DealtRows, Frame, Outcome, Rule
 from dsp.rules.sources import localize_source, source_cuts
 from dsp.traits import SOURCES
 
-# each puts its own into RULES, or into the tables of `dsp.traits`
+# each registers its rules in RULES, or in the tables of `dsp.traits`
 MODULES = along, attention, elementwise, flex, joins, products, sequences, shape, sources, windows, others
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Rules of operations along a dim, which must be whole but for sums."""
+"""Rules of operations along a dim, which must not be sharded unless results can be combined over ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def along(f: Frame) -> Outcome:
         if isinstance(dims, bool) or dims is None:
             dims = f.kwargs.get(name, default)
         if f.name in ("softmax", "log_softmax", "softmin") and f.get(1, "dim") is None:
-            dims = int(x.ndim not in (0, 1, 3))  # what torch takes where none is given
+            dims = int(x.ndim not in (0, 1, 3))  # torch's default
     if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
         raise f.refuse("it rolls the flattened tensor")
     if cut.dim in f.dims(dims, x.ndim):
@@ -68,14 +68,14 @@ def reduction(f: Frame) -> Outcome:
     if cut.joined:
         raise f.refuse("it reduces over the sharded dim, which is a concatenation of pieces, each sharded on its own")
     if f.name in ("var", "std") and dims is not None and everything:
-        raise f.refuse("no dim is named")  # torch's own gradient is wrong then
+        raise f.refuse("no dim is named")  # torch itself returns a wrong gradient then
     return over_ranks(f, x, cut, gone, keep, "all" if dims is None else "none" if everything else "some")
 
 
 def reduced(f: Frame) -> tuple[Any, bool]:
-    """The dims that a reduction names (None: it names none), and whether it keeps them as 1."""
+    """The dims that a reduction names (None: it names no dim), and whether it keeps them as size 1."""
     position = {"norm": 2, "vector_norm": 2}.get(f.name, 1)
-    beside = f.name in ("var", "std", "var_mean", "std_mean")  # unbiased stands before keepdim
+    beside = f.name in ("var", "std", "var_mean", "std_mean")  # unbiased precedes keepdim
     dims = f.args[1:] if f.name == "count_nonzero" and len(f.args) > 2 else f.get(position, "dim")
     if dims is None and "axis" in f.kwargs:
         dims = f.kwargs["axis"]
@@ -85,7 +85,7 @@ def reduced(f: Frame) -> tuple[Any, bool]:
 
 
 def over_ranks(f: Frame, x: Operand, cut: Cut, gone: list[int], keep: bool, named: str) -> Outcome:
-    """A reduction over the sharded dim that is no sum. `named`: "all" without dims, "none" of (), "some" dims."""
+    """A reduction over the sharded dim other than a sum. `named`: "all" without dims, "none" for (), "some" dims."""
     if f.name in ("var", "std"):
         unbiased = f.args[1] if len(f.args) > 1 and isinstance(f.args[1], bool) else f.get(2, "unbiased", True)
         correction = f.kwargs.get("correction", unbiased)
@@ -106,7 +106,7 @@ def over_ranks(f: Frame, x: Operand, cut: Cut, gone: list[int], keep: bool, name
 
 
 def is_length(f: Frame, dims: int) -> bool:
-    """Tell whether a norm is the root of a sum of squares: of two dims "2" may be that of a matrix."""
+    """Tell whether a norm is the root of a sum of squares: with two dims, "2" may be a matrix norm."""
     kind = f.get(1, "p" if "p" in f.kwargs else "ord")
     if f.kwargs.get("dtype") is not None or len(f.args) > 4:
         return False
@@ -149,7 +149,7 @@ def taken_by_index(f: Frame) -> Outcome:
 
 @rule("index_add index_copy scatter scatter_add")
 def put_by_index(f: Frame) -> Outcome:
-    x, index, rows = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")  # whole rows, by one index each
+    x, index, rows = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")  # entire rows, one index each
     given = f.get(3, "source" if rows else "src")
     beside = [o for o in ((x, given) if rows else (x, index, given)) if isinstance(o, Operand)]
     if rows and index.cut is not None:

@@ -1,4 +1,4 @@
-"""Rules of attention: torch's fused one, and that of samples packed in one row."""
+"""Rules of attention: torch's fused attention, and attention over samples packed in one row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsp.layout import Cut, chunk
 from dsp.rows import Rows
 from dsp.rules.call import DealtRows, Frame, Outcome, align, rule
 
-Heads = Callable[[Tensor], Tensor]  # of the keys' heads that a rank read, one for each head of its queries
+Heads = Callable[[Tensor], Tensor]  # from the key heads that a rank read to one for each of its query heads
 
 
 @rule("scaled_dot_product_attention", piecewise=True)
@@ -24,7 +24,7 @@ def attention(f: Frame) -> Outcome:
     q, k, v = (f.get(i, name) for i, name in enumerate(("query", "key", "value")))
     mask = f.get(3, "attn_mask")
     operands = [o for o in (q, k, v, mask) if isinstance(o, Operand)]
-    rows = [o for o in (q, mask) if isinstance(o, Operand) and o.ndim > 1]  # both have the queries' positions
+    rows = [o for o in (q, mask) if isinstance(o, Operand) and o.ndim > 1]  # both have positions of queries
     place = {id(o): o.cut.dim - o.ndim for o in operands if o.cut is not None}
     if set(place.values()) == {-3} and f.kwargs.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
         return grouped(f, q, k, v, mask)
@@ -39,7 +39,7 @@ def attention(f: Frame) -> Outcome:
 
 
 def aligned(f: Frame, operands: Sequence[Operand], ndim: int) -> Outcome:
-    """Along a dim that these operands share, with results of `ndim` dims."""
+    """Sharded along a dim that these operands share, with results of `ndim` dims."""
     position, outcome = align(f, operands)
     assert outcome.cut is not None
     outcome.cut = Cut(ndim + position, outcome.cut.outer)
@@ -48,7 +48,7 @@ def aligned(f: Frame, operands: Sequence[Operand], ndim: int) -> Outcome:
 
 
 def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | None:
-    """With a causal mask: queries are dealt to the ranks, head and tail, and their results come home. Else None."""
+    """With a causal mask: queries are dealt to the ranks, head and tail, and results sent back. Else None."""
     assert q.cut is not None
     if k.cut or v.cut:
         raise f.refuse("its tensors are sharded along different dims")
@@ -85,14 +85,14 @@ def last_rows(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tens
         if options.pop("enable_gqa", False):
             key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
         dropout = options.pop("dropout_p", 0.0)
-        # in this kernel the last query sees all
+        # in this kernel the last query sees all keys
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, **options)[0]
     seen = torch.ones(rows, places, dtype=torch.bool, device=query.device).tril(places - rows)
     return F.scaled_dot_product_attention(query, key, value, seen, **options)
 
 
 def _flash_takes(query: Tensor, value: Tensor) -> bool:
-    """Tell whether a kernel without a mask in memory takes them."""
+    """Tell whether the flash kernel, which needs no mask in memory, accepts these tensors."""
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.ndim != 4:
         return False
     width, modern = query.shape[-1], torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -100,9 +100,9 @@ def _flash_takes(query: Tensor, value: Tensor) -> bool:
 
 
 def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple[Outcome, Heads | None]:
-    """Along heads, dim `at` (negative) of all, of which several share one of keys: a rank reads what its queries need.
+    """Sharded along heads, dim `at` (negative), if query heads share key heads: a rank reads those that it needs.
 
-    And how to give each of them a head of its own; None where a rank has whole groups.
+    The second result gives each query head its key head; None if this rank has only full groups.
     """
     heads, shared = q.shape[at], k.shape[at]
     if shared != v.shape[at] or heads % shared or any(o.cut.outer != 1 for o in (q, k, v) if o.cut):
@@ -150,7 +150,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     lead = [*query.shape[:-1], *key.shape[:-2], *value.shape[:-2], *(mask.shape[:-2] if mask is not None else ())]
     if 0 not in lead:
         return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    # a rank that holds nothing: some kernels divide by its size. All operands take part, for they may want gradients
+    # an empty shard: some kernels divide by its size. All operands take part, since they may need gradients
     if kwargs.get("enable_gqa"):
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     scores = query @ key.transpose(-2, -1)
@@ -160,11 +160,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The kernel of `torch.nn.attention.varlen`, of (total h d), as one operation of glue: (total h d), lse (total h).
 
-    rest: the first places of samples among queries and among keys, the longest of each, and the kernel's options.
+    rest: the offsets of samples among queries and among keys, the longest of each, and the kernel's options.
     """
     if has_torch_function((query, key, value)):
         return handle_torch_function(varlen_attn, (query, key, value), query, key, value, *rest)
-    parts = (t.view_as(t) for t in (query, key, value))  # kept for backward, where they are no sharded tensors
+    parts = (t.view_as(t) for t in (query, key, value))  # plain views, which the kernel keeps for backward
     out, lse, *_ = kernel(*parts, *rest)
     return out, lse.transpose(0, 1)
 
@@ -174,7 +174,7 @@ def kernel(*args: Any) -> Any:
 
 
 def packed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel, whose results have the heads in different dims, by the operation that has them in one."""
+    """The kernel's results, with heads in different dims, from the operation that has them in one dim."""
     out, lse = varlen_attn(*args, *kwargs.values())
     return out, lse.transpose(0, 1), torch.empty(0, device=out.device)
 
@@ -188,7 +188,7 @@ PACKED = "samples are packed along the sharded dim, and what tells them apart co
 
 @rule("varlen_attn")
 def varlen(f: Frame) -> Outcome:
-    """Along heads, (total h d)."""
+    """Sharded along heads, (total h d)."""
     q, k, v = f.args[:3]
     for o in f.operands():
         if o.cut is not None and o not in (q, k, v):
@@ -207,7 +207,7 @@ def varlen(f: Frame) -> Outcome:
             key, value = expand(key), expand(value)
         if query.shape[1]:
             return varlen_attn(query, key, value, *rest)
-        out = query + key.sum() + value.sum()  # of nothing, with gradients for all
+        out = query + key.sum() + value.sum()  # empty, with gradients for all operands
         return out, out.sum(-1).to(torch.float64 if out.dtype == torch.float64 else torch.float32)
 
     outcome.func = local

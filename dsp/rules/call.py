@@ -1,4 +1,4 @@
-"""An operation between stages as a rule reads it, and what a rule says of it."""
+"""An operation between stages as a rule reads it, and the outcome that the rule returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsp.rows import Rows
 
 
 class DealtRows(NamedTuple):
-    """An operand, by number, whose rows are dealt to the ranks, and the results, by number, that are brought back."""
+    """The number of an operand whose rows are dealt to the ranks, and the numbers of the results that are sent back."""
 
     operand: int
     deal: RowDeal
@@ -23,7 +23,7 @@ class DealtRows(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The numbers that a rank tells of its part of the operation's arguments: so many, in fp32 at least."""
+    """A function of a rank's arguments whose few numbers are gathered, and how many they are; fp32 at least."""
 
     of: Callable[..., torch.Tensor]
     numel: int
@@ -31,15 +31,15 @@ class Numbers(NamedTuple):
 
 @dataclass
 class Outcome:
-    """How an operation runs on local parts.
+    """How an operation runs on local shards.
 
-    cut, size: where the results are cut and the global size of that dim (cut None: the result is whole);
-    narrow: whole operands of which each rank takes its part; args, kwargs: replacements with local sizes;
-    func: what to call instead; view: the result is the same data; reduce: the local results still have to be summed
-    over ranks, and divided by this; rows: operands of which each rank reads other rows than those of its chunk, one
-    span or several, which are given in the operand's place then; sizes: that of each result, where they differ;
-    numbers: what all ranks gather first, for `func` to take before its arguments; deal: what is dealt to the ranks, and
-    brought back; load: what the busiest rank computes, over that of a chunk as long among equals.
+    cut, size: the cut of the results and the global size of that dim (cut None: the result is replicated); narrow:
+    replicated operands of which each rank takes its shard; args, kwargs: replacements with local sizes; func: a
+    function to call instead; view: the result shows the same data; reduce: the local results have to be summed over
+    ranks, and divided by this; rows: operands of which each rank reads other rows than its chunk, in one or more spans,
+    which then take the operand's place; sizes: the size of each result, if these differ; numbers: what all ranks gather
+    first, as first argument of `func`; deal: the operand dealt to the ranks, and the results sent back; load: the
+    busiest rank's work, over that of its chunk if all rows cost the same.
     """
 
     cut: Cut | None
@@ -59,9 +59,9 @@ class Outcome:
 
 @dataclass
 class Frame:
-    """One operation: its name, arguments with Operands for tensors, the number of ranks, and what is called.
+    """One operation: its name, arguments with Operands for tensors, the number of ranks, and the function called.
 
-    apart: what it joins along the sharded dim stays sharded piece by piece (`Cut.joined`), and no rows travel.
+    apart: operands joined along the sharded dim stay sharded one by one (`Cut.joined`), and no rows are sent.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Frame:
         return found
 
     def outcome(self) -> Outcome:
-        """The rule's outcome. Raises GlueError where the rule refuses, or where there is none."""
+        """The rule's outcome. Raises GlueError if the rule refuses, or if there is no rule."""
         if self.name not in PIECEWISE and any(o.cut is not None and o.cut.joined for o in self.operands()):
             raise self.refuse(
                 "its rule knows no sharded dim that is a concatenation of pieces, each sharded on its own"
@@ -111,9 +111,10 @@ class Frame:
         return error
 
     def on_a_row(self, cut: Cut, size: int) -> Callable[..., Any] | None:
-        """For a rank that holds nothing, of an operation that takes no empty tensor: on one row, none of it returned.
+        """A function for a rank with an empty shard, where an operation refuses empty tensors: it adds a dummy row.
 
-        Of a first argument and a result of which `cut` is sharded and has global `size`. None: this rank holds a part.
+        The row is not returned. The first argument and the result are sharded along `cut`, of global `size`. None: the
+        shard is not empty.
         """
         func = self.func
         if func is None or self.own(cut, size):
@@ -126,7 +127,7 @@ class Frame:
         return run
 
     def own(self, cut: Cut, size: int) -> int:
-        """How much of a dim of `size` this rank holds, if it is cut so."""
+        """The number of rows that this rank holds of a dim of `size` with this cut."""
         return cut.own(size, self.n, self.rank)
 
     def normal(self, dim: int, ndim: int) -> int:
@@ -135,12 +136,12 @@ class Frame:
         return dim % ndim
 
     def dims(self, given: Any, ndim: int) -> list[int]:
-        """One dim or several, as non-negative numbers."""
+        """One dim or several, as a list of non-negative numbers."""
         return [self.normal(dim, ndim) for dim in ([given] if isinstance(given, int) else given)]
 
 
 class Recorded(Protocol):
-    """An operation of a record: its operands stand among its arguments."""
+    """An operation of a record, with its operands as arguments."""
 
     name: str
     args: tuple[Any, ...]
@@ -151,19 +152,19 @@ class Recorded(Protocol):
 
 
 def frame_of(node: Recorded, cuts: Mapping[int, Cut | None], n: int, apart: bool = False) -> Frame:
-    """A recorded call on `n` ranks with operands cut so; `cuts` by position among them."""
+    """A recorded call on `n` ranks; `cuts`: of its operands, by position."""
     operands = iter([Operand(t.shape, cuts.get(i)) for i, t in enumerate(node.operands)])
     return Frame(node.name, *replaced(node.args, node.kwargs, operands), n, apart=apart)
 
 
 def sizes_of(given: Any) -> list[Any]:
-    """Given one by one, or as one sequence."""
+    """Sizes that are passed one by one, or as one sequence."""
     return list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
 
 
 Rule = Callable[[Frame], Outcome]
 RULES: dict[str, Rule] = {}
-PIECEWISE: set[str] = set()  # those that take what is joined of pieces, each sharded on its own
+PIECEWISE: set[str] = set()  # operations that accept a sharded dim joined of pieces that are sharded one by one
 
 
 def rule(*names: str, piecewise: bool = False) -> Callable[[Rule], Rule]:
@@ -181,7 +182,7 @@ def no_rule(f: Frame) -> Outcome:
 
 
 def only(f: Frame) -> tuple[Operand, Cut]:
-    """The one sharded operand."""
+    """The only sharded operand."""
     cut = [o for o in f.operands() if o.cut is not None]
     if len(cut) != 1:
         raise f.refuse("more than one sharded tensor")
@@ -190,7 +191,7 @@ def only(f: Frame) -> tuple[Operand, Cut]:
 
 
 def first(f: Frame) -> tuple[Operand, Cut]:
-    """The first argument, which must be the sharded one, alone."""
+    """The first argument, which must be the only sharded one."""
     x, cut = only(f)
     if not f.args or f.args[0] is not x:
         raise f.refuse("only the first argument may be sharded")
@@ -201,9 +202,9 @@ def apart(
     names: str, why: str = "it works along the sharded dim", mixed: Callable[[Frame, Operand], Any] = lambda f, x: (),
     filled: bool = False, func: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
-    """A rule of operations that leave their first argument's dims as they are, and mix nothing but some, `mixed`.
+    """Register a rule for operations that keep their first argument's dims, and mix no dims but those of `mixed`.
 
-    filled: they take no empty tensor; func: what to call instead.
+    filled: they refuse empty tensors; func: a function to call instead.
     """
 
     @rule(names, piecewise=True)
@@ -216,9 +217,9 @@ def apart(
 
 
 def align(f: Frame, operands: Sequence[Operand]) -> tuple[int, Outcome]:
-    """Broadcasting from the right: the cut's shared position (negative), and an Outcome that narrows whole operands.
+    """Broadcasting from the right: the cut's shared position (negative), and an Outcome with operands to narrow.
 
-    Its result has as many dims as the operand that has most.
+    The result has as many dims as the operand with most dims.
     """
     sharded = [(o, o.cut) for o in operands if o.cut is not None]
     o, cut = sharded[0]

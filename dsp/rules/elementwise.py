@@ -1,4 +1,4 @@
-"""Rules of operations that act on each element, or on each and a sum over all."""
+"""Rules of operations on each element, and of losses, which also sum over all."""
 
 from __future__ import annotations
 

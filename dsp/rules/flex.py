@@ -1,4 +1,4 @@
-"""The rule of `torch.nn.attention.flex_attention`, whose score and mask functions are told global places."""
+"""The rule of `torch.nn.attention.flex_attention`, whose score and mask functions read global positions."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dsp.rules.attention import shared_heads
 from dsp.rules.call import DealtRows, Frame, Outcome, rule
 from dsp.sharded import Sharded
 
-KERNELS = 64  # pairs of functions, and kinds of shapes, that the kernel of one process is compiled for
-ROUNDS = 16  # at the least, if there are as many blocks of queries: how evenly work of any kind is dealt
-SAMPLE = 256  # places at the least at which a mask is looked at
+KERNELS = 64  # pairs of functions, and kinds of shapes, that one process compiles the kernel for
+ROUNDS = 16  # rounds of dealing at least, if there are enough blocks of queries, so that uneven work is spread
+SAMPLE = 256  # positions, at least, at which a mask is sampled
 
 
 def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """torch's function of that name as one operation of glue: (b h q c), lse and largest (b h q).
 
     rest: the score function, the block mask as a tuple that ends in the mask function, scale and options. It compiles
-    its kernel by itself, fused on any device but a CPU.
+    its kernel itself, fused on any device except a CPU.
     """
     if has_torch_function((query, key, value)):
         if any(isinstance(t, Sharded) for t in captured_by(rest)):
@@ -36,14 +36,14 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
         return handle_torch_function(flex_attention, (query, key, value), query, key, value, *rest)
     with compiling(KERNELS):
         compiled = kernel("eager" if query.device.type == "cpu" else "inductor")
-        parts = (t.view_as(t) for t in (query, key, value))  # kept for backward, where they are no sharded tensors
-        out, *said = compiled(*parts, *rest[:4])  # what functions read is found by the compiler
-    lse, largest = (t if t.numel() else out.new_zeros(()).expand(out.shape[:-1]) for t in said)  # not asked for
+        parts = (t.view_as(t) for t in (query, key, value))  # plain views, which the kernel keeps for backward
+        out, *said = compiled(*parts, *rest[:4])  # the compiler finds the tensors that functions read
+    lse, largest = (t if t.numel() else out.new_zeros(()).expand(out.shape[:-1]) for t in said)  # if not requested
     return out, lse, largest
 
 
 def captured_by(rest: Sequence[Any]) -> list[Tensor]:
-    """The tensors that the score and mask functions of a call read; `rest`: its arguments after the first three."""
+    """The tensors that the score and mask functions of a call read; `rest`: the arguments after the first three."""
     return [t for f in (rest[0], rest[1][-1]) for t in captured(f)]
 
 
@@ -57,10 +57,10 @@ def unreadable() -> GlueError:
 
 @functools.cache
 def kernel(backend: str) -> Callable[..., Any]:
-    """As torch's own function has it compiled."""
+    """The compiled kernel, as torch's own function would compile it."""
 
     def flex(*args: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # what its functions read would get no gradient
+        if not torch.compiler.is_dynamo_compiling():  # tensors that its functions read would get no gradient
             raise GlueError(
                 "flex_attention() between stages compiles its kernel, and torch.compile did not: allow it to "
                 "(torch.compiler.set_stance, TORCH_COMPILE_DISABLE), or make a stage of it, a submodule with a pattern"
@@ -71,7 +71,7 @@ def kernel(backend: str) -> Callable[..., Any]:
 
 
 def rehearsed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The results for tensors without data, at the cost of attention without a mask."""
+    """Results for tensors without data, with the cost of attention without a mask."""
     groups = query.shape[1] // key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=groups > 1)
     lse = out.mean(-1, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32)
@@ -79,7 +79,7 @@ def rehearsed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Te
 
 
 def captured(function: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors that a function reads besides its arguments: of what it closes over, and of such functions in it."""
+    """The tensors that a function reads besides its arguments: in its closure, and in functions that it holds."""
     if isinstance(function, Tensor):
         yield function
     if depth == 0 or not callable(function):
@@ -101,7 +101,7 @@ def captured(function: Any, depth: int = 4) -> Iterator[Tensor]:
 
 @rule("flex_attention")
 def flex(f: Frame) -> Outcome:
-    """Along samples, heads, or positions of queries; the block mask and the functions' places are moved along."""
+    """Sharded along samples, heads, or query positions; block mask and functions are adapted to global positions."""
     q, k, v = f.args[:3]
     cuts = {o.cut for o in (q, k, v) if o.cut is not None}
     if any(o.cut is not None and o not in (q, k, v) for o in f.operands()):
@@ -128,7 +128,7 @@ def flex(f: Frame) -> Outcome:
 
 
 def deal_queries(f: Frame, outcome: Outcome) -> None:
-    """Have queries dealt to the ranks first where their work may be uneven, and what is asked for brought home."""
+    """Deal queries to the ranks first if their work may be uneven, and send the requested results back."""
     (q, k), options, cut = f.args[:2], f.args[6], outcome.cut
     assert cut is not None
     if (deal := dealt(f.args[4], f.n, q.shape[2], k.shape[2])) is not None:
@@ -138,7 +138,7 @@ def deal_queries(f: Frame, outcome: Outcome) -> None:
 
 
 def dealt(blocks: Any, n: int, rows: int, keys: int) -> RowDeal | None:
-    """The queries that are dealt to n ranks in whole blocks of a mask, if their work may be uneven; else None."""
+    """The deal of queries to n ranks, in full blocks of a mask, if their work may be uneven; else None."""
     step, function = blocks[-3], blocks[-1]
     count = -(-rows // step)
     if count < 2 * n or plain(function) or even(function, n, rows, keys):
@@ -147,9 +147,9 @@ def dealt(blocks: Any, n: int, rows: int, keys: int) -> RowDeal | None:
 
 
 def even(function: Any, n: int, rows: int, keys: int) -> bool:
-    """Tell whether the n chunks of queries see as many keys each, by a sample.
+    """Tell whether the n chunks of queries see about equally many keys, by a sample.
 
-    False of a function that reads tensors, which have no data when a plan is made.
+    False for a function that reads tensors, which have no data while a plan is made.
     """
     if any(True for _ in captured(function)):
         return False
@@ -158,14 +158,14 @@ def even(function: Any, n: int, rows: int, keys: int) -> bool:
         places, first = torch.arange(count, device="cpu"), torch.zeros((), dtype=torch.long, device="cpu")
         try:
             seen = function(first, first, (places * rows // count)[:, None], places * keys // count)
-        except Exception:  # of places one by one, perhaps
+        except Exception:  # it may take only single positions
             return False
         each = seen.expand(count, count).reshape(n, -1).sum(1, dtype=torch.float)
         return bool(each.max() <= 1.1 * each.mean())
 
 
 def narrow_others(f: Frame, outcome: Outcome, cut: Cut, size: int) -> None:
-    """Have each rank take its part of whole tensors that have the sharded dim, too."""
+    """Let each rank take its shard of replicated tensors that have the sharded dim too."""
     q = f.args[0]
     for i, o in enumerate(f.operands()):
         if i in outcome.rows or o.cut is not None or (cut.dim == 2 and o is not q) or o.ndim < 3:
@@ -177,7 +177,7 @@ def narrow_others(f: Frame, outcome: Outcome, cut: Cut, size: int) -> None:
 
 
 class Local:
-    """The kernel on what a rank has: `own` of `extent` places from `start` on, of each fold along `cut`."""
+    """The kernel on a rank's shard: `own` of `extent` positions from `start` on, of each fold along `cut`."""
 
     def __init__(self, cut: Cut, start: int, own: int, extent: int, expand: Any) -> None:
         self.cut, self.start, self.own, self.extent, self.expand = cut, start, own, extent, expand
@@ -185,7 +185,7 @@ class Local:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, score: Any, blocks: Any, *rest: Any) -> Any:
         if self.expand is not None:
             key, value = self.expand(key), self.expand(value)
-        if 0 in query.shape[:-1]:  # all take part, for they may want gradients
+        if 0 in query.shape[:-1]:  # all take part, since they may need gradients
             out = query.sum(-1, keepdim=True) + value.sum() + key.sum()
             out = out.expand(*query.shape[:-1], value.shape[-1])
             lse = out.sum(-1).to(torch.float64 if out.dtype == torch.float64 else torch.float32)
@@ -196,7 +196,7 @@ class Local:
         return flex_attention(query, key, value, self.moved(score, self.cut.dim + 1), blocks, *rest)
 
     def moved(self, function: Any, at: int) -> Any:
-        """The same function of (score,) b, h, q, k where argument number `at` is a place on this rank."""
+        """The same function of (score,) b, h, q, k, if argument number `at` is a position on this rank."""
         if plain(function) or (place := self.place()) is None:
             return function
 
@@ -206,14 +206,14 @@ class Local:
         return of_the_whole
 
     def place(self) -> Callable[[Tensor], Tensor] | None:
-        """From a place on this rank to that of the whole; None where they are the same."""
+        """A map from positions on this rank to global ones; None if they are equal."""
         start, own, extent = self.start, self.own, self.extent
         if self.cut.outer != 1:
             return lambda i: i // own * extent + start + i % own
         return (lambda i: i + start) if start else None
 
     def rows(self, blocks: Any) -> Any:
-        """The block mask for queries from `start` on, of which each block lies in one or two of the whole."""
+        """The block mask for queries from `start` on; each of its blocks overlaps one or two of the full mask."""
         step, stop = blocks[-3], self.start + self.own
         starts = range(self.start, stop, step)
         last = [(min(i + step, stop) - 1) // step for i in starts]
@@ -221,7 +221,7 @@ class Local:
 
 
 class OfPieces(Local):
-    """The kernel on queries that were dealt to this rank in whole blocks; it holds `own` from `start` on."""
+    """The kernel on queries that were dealt to this rank in full blocks; it holds `own` from `start` on."""
 
     def __init__(self, cut: Cut, start: int, own: int, dealing: DealtRows, rank: int) -> None:
         super().__init__(cut, start, own, dealing.deal.size, None)
@@ -248,22 +248,22 @@ class OfPieces(Local):
 
 
 def plain(function: Any) -> bool:
-    """Tell whether it is one of torch's own, which read no place."""
+    """Tell whether a function is one of torch's own, which read no position."""
     return getattr(function, "__module__", "") == FLEX and getattr(function, "__closure__", None) is None
 
 
 def rows_of(blocks: Any, first: list[int], last: list[int], own: int) -> Any:
-    """A block mask for `own` queries: each block of theirs meets the keys of the `first` and the `last` that it was in.
+    """A block mask for `own` queries: each block needs the keys of the `first` and the `last` block that it overlaps.
 
-    blocks: as torch has it: length of q and k; of each row of blocks how many of keys it meets in part, and which (b h
-    rows), and in full; ...; sizes of a block; the mask function.
+    blocks: torch's tuple: lengths of q and k; for each row of blocks the number and the indices of partial key blocks
+    (b h rows), and of full ones; ...; sizes of a block; the mask function.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     lengths, step, function = blocks[:2], blocks[-3:-1], blocks[-1]
     some = dense(*blocks[2:4])
     full = dense(*blocks[4:6]) if blocks[4] is not None else torch.zeros_like(some)
-    # a block is met in full where both are, and no query is missing at its end
+    # a block is full if both are full and it does not end short of queries
     whole = full[:, :, first] & full[:, :, last]
     if own % step[0]:
         whole[:, :, -1] = False
@@ -275,13 +275,13 @@ def rows_of(blocks: Any, first: list[int], last: list[int], own: int) -> Any:
 
 
 def dense(count: Tensor, which: Tensor) -> Tensor:
-    """(b h rows blocks): whether a row of blocks meets a block of keys."""
+    """(b h rows blocks): whether a row of blocks needs a block of keys."""
     named = torch.arange(which.shape[-1], device=which.device) < count[..., None]
     none = torch.zeros(which.shape, dtype=torch.int32, device=which.device)
     return none.scatter_add(-1, which.long(), named.int()) > 0
 
 
 def ordered(met: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each row meets, and which, those first."""
+    """The number of key blocks that each row needs, and indices of key blocks with these first."""
     met = met.int()
     return met.sum(-1, dtype=torch.int32), torch.argsort(met, dim=-1, descending=True, stable=True).int()

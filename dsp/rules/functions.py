@@ -1,4 +1,4 @@
-"""The functions that need care between stages, by their plain names: random ones, views, and what may be one."""
+"""Functions that need care between stages, by plain names: random ones, views, and those that may return views."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANDOM = frozenset(
 bernoulli rand_like randn_like normal log_normal uniform exponential cauchy geometric
 """.split()
 )
-# the name of the share of what is put out, its place among the arguments, and its default
+# the name of the dropped share, its position among the arguments, and its default
 DROPOUTS = {
     **dict.fromkeys(
         "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d".split(),
@@ -27,7 +27,7 @@ DROPOUTS = {
 
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a call takes random numbers. Dropout of nothing takes none, nor does any outside of training."""
+    """Tell whether a call draws random numbers. Dropout with p = 0 draws none, nor does dropout outside of training."""
     if name not in DROPOUTS:
         return name in RANDOM
     named, place, default = DROPOUTS[name]
@@ -38,11 +38,11 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(p and training)
 
 
-# they make memory of their own where they must, and a rank's part may look as if it need not
+# they allocate memory only if they must, and on a rank's shard it may look as if they need not
 DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
-# they are views, the dense ones where the argument lies so; on a part, which may lie otherwise, any may be a copy
+# they return views, the dense ones if the argument's layout allows; on a shard, with other strides, any may be a copy
 FOLDS = DENSE | {"view", "view_as", "unflatten", "view_as_complex"}
-# their results may be views of the first argument, though a switch of it does not follow them
+# their results may be views of the first argument, which a switch of the argument would not update
 ALIASES = DENSE | frozenset(
     """
 getitem select narrow chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as
@@ -52,13 +52,13 @@ bfloat16 conj positive dropout
 )
 
 
-# they read no number, of a tensor that lies densely in memory and is of the type that they ask for
+# they read no data, if the tensor is dense in memory and has the dtype that they ask for
 LOOKS = frozenset(
     """
 view view_as unflatten transpose swapaxes swapdims permute movedim moveaxis unsqueeze squeeze T mT select narrow chunk
 split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as broadcast_to to type_as
 """.split()
 )
-# of what tells of a tensor: what reads it, or lets others read it; properties in Python, such as
+# they look like metadata, but read a tensor's data or let others read it; properties in Python, such as
 # __cuda_array_interface__, have a name from Python 3.13 on
 TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor ? __cuda_array_interface__".split())

@@ -1,4 +1,4 @@
-"""Rules of joining tensors and taking them apart."""
+"""Rules of joining and splitting tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cat(f: Frame) -> Outcome:
 
 
 def side_by_side(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
-    """Along the sharded dim: each rank joins its own parts, and nothing travels."""
+    """Join along the sharded dim: each rank joins its own shards, and nothing is sent."""
     alike(f, tensors, cut)
     pieces, places = list[int](), f.operands()
     outcome = Outcome(None)
@@ -52,7 +52,7 @@ def side_by_side(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
 
 
 def alike(f: Frame, tensors: list[Operand], cut: Cut) -> None:
-    """Raises GlueError unless tensors that are joined along a sharded dim have one shape but for that."""
+    """Raise GlueError unless tensors to be joined along a sharded dim have the same other dims."""
     most = max(t.ndim for t in tensors)
     others = {(*t.shape[: cut.dim], *t.shape[cut.dim + 1 :]) for t in tensors if t.ndim == most}
     if any(t.ndim != most for t in tensors) or len(others) > 1:
@@ -60,7 +60,7 @@ def alike(f: Frame, tensors: list[Operand], cut: Cut) -> None:
 
 
 def dealt_anew(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
-    """Along the sharded dim: each rank reads what the chunk of the result is made of."""
+    """Join along the sharded dim: each rank reads the rows that its chunk of the result consists of."""
     if cut.outer != 1 or any(t.cut not in (None, cut) for t in tensors):
         raise f.refuse("its tensors are sharded along different dims")
     alike(f, tensors, cut)
@@ -78,9 +78,9 @@ def dealt_anew(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
 def stretches(
     f: Frame, x: Operand, cut: Cut, ranges: list[range], func: Any, landing: int | None = None
 ) -> Outcome:  # fmt: skip
-    """Parts of the sharded dim, each dealt to the ranks anew; `func` makes the results of what a rank reads of them.
+    """Ranges of the sharded dim, each sharded in chunks of its own; `func` makes results of the rows a rank reads.
 
-    `landing`: which dim of the results it is, if another.
+    `landing`: the dim's position in the results, if it changes.
     """
     if cut.outer != 1 or any(r.step < 1 for r in ranges):
         raise f.refuse("it takes parts of the sharded dim")
@@ -98,7 +98,7 @@ def stretches(
 
 
 class Stretch(NamedTuple):
-    """Some pieces of a joined dim: how they are cut, and where they lie in this rank's part."""
+    """Consecutive pieces of a joined dim: their cut, and their position in this rank's shard."""
 
     outer: int | tuple[int, ...]
     start: int
@@ -106,7 +106,7 @@ class Stretch(NamedTuple):
 
 
 def stretch(f: Frame, cut: Cut, taken: range) -> Stretch:
-    """The pieces that a range of a joined dim consists of."""
+    """The pieces of a joined dim in a range, which must start and stop where pieces meet."""
     pieces = cut.pieces(0)
     ends = list(itertools.accumulate(pieces, initial=0))
     if taken.step != 1 or taken.start not in ends or taken.stop not in ends or not taken:
@@ -114,7 +114,7 @@ def stretch(f: Frame, cut: Cut, taken: range) -> Stretch:
             f"it takes parts of the sharded dim, which is a concatenation of pieces {list(pieces)}, "
             "each sharded on its own"
         )
-    # of equal ends, which a piece of size 0 has, those next to each other
+    # an empty piece makes two ends equal: it is left out
     first, last = len(ends) - 1 - ends[::-1].index(taken.start), ends.index(taken.stop)
     own = [f.own(Cut(0), piece) for piece in pieces]
     outer = pieces[first:last] if last - first > 1 else 1
@@ -122,7 +122,7 @@ def stretch(f: Frame, cut: Cut, taken: range) -> Stretch:
 
 
 def pieces_apart(f: Frame, x: Operand, cut: Cut, ranges: list[range]) -> Outcome:
-    """A joined dim, taken apart where its pieces meet: into parts of this rank's part."""
+    """Split a joined dim where its pieces meet: each rank splits its shard."""
     own = [stretch(f, cut, taken) for taken in ranges]
     if len({s.outer for s in own}) > 1 or sum(s.length for s in own) != f.own(cut, x.shape[cut.dim]):
         raise f.refuse(
@@ -173,14 +173,14 @@ def drop(f: Frame) -> Outcome:
     if dim == cut.dim:
         if f.name == "select":
             return one_of(f, x, cut, f.get(2, "index"), ())
-        if not x.shape[dim]:  # nothing, taken apart, is nothing
+        if not x.shape[dim]:  # an empty tensor has no parts
             return Outcome(None)
         raise f.refuse("it takes parts of the sharded dim")
     return Outcome(Cut(cut.dim - (dim < cut.dim), cut.outer), x.shape[cut.dim])
 
 
 def one_of(f: Frame, x: Operand, cut: Cut, index: int, rest: tuple[Any, ...]) -> Outcome:
-    """One position of the sharded dim, then `x[rest]`: its owner's numbers, plus nothing from everybody else."""
+    """One position of the sharded dim, then `x[rest]`: its owner's numbers, plus zeros from all other ranks."""
     size = x.shape[cut.dim]
     if cut.outer != 1 or not -size <= index < size:
         raise f.refuse("it takes parts of the sharded dim")
@@ -209,13 +209,13 @@ def getitem(f: Frame) -> Outcome:
             local = (*index[:at], slice(own.start, own.start + own.length), *index[at + 1 :])
             return Outcome(Cut(out, own.outer), len(range(size)[item]), args=(x, local), kwargs={})
         return stretches(f, x, cut, [range(size)[item]], itemgetter(whole), landing=out)
-    # an explicit end such as x[:, :7] is local, too
+    # an explicit end such as x[:, :7] becomes local too
     return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
 
 
 def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
-    """An index with a slice for each dim that it leaves out, which item of it takes the sharded dim, and where that
-    dim comes to lie."""
+    """An index with a slice for each dim that it leaves out, the position of the sharded dim's item in it, and the
+    sharded dim of the result."""
     index = f.args[1] if isinstance(f.args[1], tuple) else (f.args[1],)
     lists = lists_in(f, index)
     left = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
@@ -234,7 +234,7 @@ def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
 
 
 def lists_in(f: Frame, index: tuple[Any, ...]) -> list[Any]:
-    """The list among the items of an index, or the tensor; more than one, or a mask, is refused."""
+    """The list or index tensor among the items of an index; more than one, or a mask, is refused."""
     lists = [i for i in index if isinstance(i, (Operand, list))]
     flat = all(i.ndim == 1 if isinstance(i, Operand) else all(type(k) is int for k in i) for i in lists)
     if len(lists) > 1 or not flat or any(isinstance(i, bool) for i in index):
@@ -263,7 +263,7 @@ def setitem(f: Frame) -> Outcome:
 
 
 def over(f: Frame, index: tuple[Any, ...], target: Cut) -> Outcome:
-    """Into all that this rank holds of the target, in which the sharded dim is cut so; its part is at `index`."""
+    """Write into all rows that this rank holds of the target, whose sharded dim has the cut `target`, at `index`."""
     x, value = f.args[0], f.args[2]
     outcome = Outcome(x.cut, x.shape[x.cut.dim], args=(x, index, value), kwargs={})
     if isinstance(value, Operand):
@@ -277,8 +277,8 @@ def over(f: Frame, index: tuple[Any, ...], target: Cut) -> Outcome:
 
 
 def into(f: Frame, index: tuple[Any, ...], at: int, out: int) -> Outcome:
-    """Into a stretch of the sharded dim, or one position: each rank writes what lies in its chunk, and reads those rows
-    of the value that go there."""
+    """Write into a range of the sharded dim, or one position: each rank writes the rows in its chunk, and reads the
+    rows of the value that go there."""
     x, value, cut, item = f.args[0], f.args[2], f.args[0].cut, index[at]
     size = x.shape[cut.dim]
     if cut.joined and isinstance(item, slice):
@@ -300,7 +300,7 @@ def into(f: Frame, index: tuple[Any, ...], at: int, out: int) -> Outcome:
     outcome = Outcome(cut, size, args=(x, local, value), kwargs={})
     if not isinstance(value, Operand):
         return outcome
-    dim = out - len(indexed_shape(index, x))  # of the value, from behind: it may have fewer dims
+    dim = out - len(indexed_shape(index, x))  # of the value, negative: it may have fewer dims
     if isinstance(item, int):
         if value.cut is not None:
             raise f.refuse("its value for one position of the sharded dim is sharded itself")

@@ -40,7 +40,7 @@ def matmul(f: Frame) -> Outcome:
 
 
 def spelled_out(equation: str, ndims: Sequence[int]) -> tuple[str, str]:
-    """An einsum equation with letters for `...`, which stands for dims aligned at the right, and with its output."""
+    """An einsum equation with its output, and with letters for `...`, whose dims are aligned at the right."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     spare = [letter for letter in string.ascii_letters if letter not in equation]
     terms = []
@@ -66,7 +66,7 @@ def einsum(f: Frame) -> Outcome:
 
 
 def by_equation(f: Frame, equation: str, operands: Sequence[Operand]) -> Outcome:
-    """A sum of products, or an operation that mixes dims as one does, as einsum writes it."""
+    """The outcome of a sum of products, or of an operation that mixes dims as one does, by its einsum equation."""
     inputs, output = spelled_out(equation, [o.ndim for o in operands])
     terms = inputs.split(",")
     letters = {(terms[i][o.cut.dim], o.cut.outer) for i, o in enumerate(operands) if o.cut}
@@ -90,7 +90,7 @@ def by_equation(f: Frame, equation: str, operands: Sequence[Operand]) -> Outcome
 
 @rule("cdist")
 def distances(f: Frame) -> Outcome:
-    """By products where the whole has many points, as torch does by itself, whose choice would be of the part's."""
+    """With matrix products if the full tensor has many points, as in torch, which would count those of the shard."""
     a, b, mode = f.get(0, "x1"), f.get(1, "x2"), f.get(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
     if mode == "use_mm_for_euclid_dist_if_necessary":
         many = a.shape[-2] > 25 or b.shape[-2] > 25

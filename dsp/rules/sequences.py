@@ -1,4 +1,4 @@
-"""Rules of operations that read a whole dim at once and keep the others apart: Fourier transforms and recurrences."""
+"""Rules of operations that mix one dim and keep the others separate: Fourier transforms and recurrences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def transformed(f: Frame, x: Operand) -> list[int]:
     dims = f.get(1 if shift else 2, "dim", (-2, -1) if f.name.endswith("2") else None)
     if dims is None and f.name.endswith("fft"):
         dims = -1
-    elif dims is None:  # all, or the last of them that a size is given for
+    elif dims is None:  # all dims, or the last ones, one for each given size
         dims = range(x.ndim) if sizes is None else range(-len(sizes), 0)
     return f.dims(dims, x.ndim)
 
@@ -33,7 +33,7 @@ apart(FOURIER, mixed=transformed, filled=True)
 
 @rule("lstm gru rnn_tanh rnn_relu")
 def recurrent(f: Frame) -> Outcome:
-    """A recurrence over (l b c) with states (layers b c): samples are apart. Batch first is written out so."""
+    """A recurrence over (l b c) with states (layers b c), sharded along samples. Batch first is rewritten to this."""
     if f.kwargs or len(f.args) != 9 or not isinstance(f.args[2], (list, tuple)):
         raise f.refuse("it is given packed sequences")
     x, states, *_, dropout, train, _, batch_first = f.args
@@ -47,7 +47,7 @@ def recurrent(f: Frame) -> Outcome:
 
 
 def along_samples(f: Frame) -> Cut:
-    """The cut of a recurrence's tensors: along samples, and none of its weights."""
+    """The cut of a recurrence's tensors, which is along samples; its weights are replicated."""
     cuts = {o.cut for o in f.operands() if o.cut is not None}
     if any(isinstance(w, Operand) and w.cut is not None for w in f.args[2]) or len(cuts) != 1:
         raise f.refuse("its operands are sharded differently")
@@ -58,7 +58,7 @@ def along_samples(f: Frame) -> Cut:
 
 
 def on_one(func: Any) -> Any:
-    """For a rank that holds no sample: on one of zeros, none of it returned."""
+    """A function for a rank without samples: it runs on one sample of zeros, and returns none."""
 
     def run(x: Tensor, states: Any, *rest: Any) -> Any:
         def one(t: Tensor) -> Tensor:

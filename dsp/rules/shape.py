@@ -1,4 +1,4 @@
-"""Rules of operations that show the same data under other dims."""
+"""Rules of operations that show the same data with other dims."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dsp.rules.call import Frame, Outcome, apart, first, rule, sizes_of
 
 
 def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
-    """Where the sharded dim goes in a reshape: it must stay one factor of one axis, on the same chunk boundaries."""
+    """The cut after a reshape: the sharded dim must stay one factor of one axis, with the same chunk boundaries."""
     after = math.prod(x.shape[cut.dim + 1 :])
-    if cut.joined:  # as it is, among other dims
+    if cut.joined:  # it must stay a dim of its own
         for d, size in enumerate(new):
             if size == x.shape[cut.dim] and math.prod(new[d + 1 :]) == after and 0 not in x.shape:
                 return Cut(d, cut.outer)
@@ -111,7 +111,7 @@ def squeeze(f: Frame) -> Outcome:
     gone = [d for d in (range(x.ndim) if dims is None else f.dims(dims, x.ndim)) if x.shape[d] == 1]
     if cut.dim in gone:
         raise f.refuse("it drops the sharded dim")
-    # name the dims: a local part may have size 1 where the whole has more
+    # name the dims: a dim may be of size 1 on a shard only
     out = Cut(cut.dim - sum(d < cut.dim for d in gone), cut.outer)
     return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)
 
@@ -123,19 +123,19 @@ def permuted(f: Frame) -> Outcome:
         raise f.refuse("use transpose or permute on more than two dims")
     if x.ndim < 2:
         return Outcome(cut, x.shape[cut.dim], view=True)
-    # torch's own answer: where a dim goes, its stride goes
+    # torch itself permutes: each dim is marked by its stride
     made = getattr(torch.empty_strided([1] * x.ndim, list(range(x.ndim)), device="meta"), f.name)
     made = made(*f.args[1:], **f.kwargs) if callable(made) else made
     return Outcome(Cut(made.stride().index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
 
 
 def complex_numbers(x: torch.Tensor) -> torch.Tensor:
-    """Complex numbers of a part, which may lie otherwise in memory than the whole: its pairs side by side."""
+    """Complex numbers of a shard, which is copied if its strides do not allow a view."""
     *rest, last = x.stride()
     return torch.view_as_complex(x if last == 1 and all(s % 2 == 0 for s in rest) else x.contiguous())
 
 
-# torch asks for strides, of a gradient too, that an empty one need not have
+# torch checks strides, of a gradient too, that an empty tensor may lack
 apart("view_as_real", filled=True)
 apart(
     "view_as_complex", "the parts of its numbers lie on several ranks", lambda f, x: (x.ndim - 1,), filled=True,

@@ -1,4 +1,4 @@
-"""Tensors that each rank makes its part of alone: whole ones stretched, and those filled with one number."""
+"""Tensors of which each rank makes only its shard: expanded ones, and those filled with one number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCES.update(FILLED | EXPANDED | {"repeat_interleave", "repeat", "tile"})
 
 
 def source_cuts(f: Frame) -> list[Cut]:
-    """Where the result of stretching a whole tensor may be cut at its source, so that it is never whole."""
+    """The cuts in which an expanded tensor may be made from a replicated one, so that its full size never exists."""
     x = f.args[0]
     if not isinstance(x, Operand) or x.cut is not None:
         return []
@@ -40,7 +40,7 @@ def source_cuts(f: Frame) -> list[Cut]:
 
 
 def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """The same for one rank: (function, its arguments, global size of the cut dim)."""
+    """The call for one rank: (function, its arguments, global size of the cut dim)."""
     if f.name in FILLED:
         return localize_filled(f, cut)
     x = f.args[0]
@@ -57,7 +57,7 @@ def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, 
 
 
 def localize_filled(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """The call that fills a part. In `new_*` the first argument gives a type and device; `full` has its number last."""
+    """The call that fills a shard. The first argument of `new_*` has dtype and device; `full` has its number last."""
     assert f.func is not None
     like, rest = (f.args[:1], f.args[1:]) if f.name.startswith("new_") else ((), f.args)
     value = rest[1:] if f.name.endswith("full") else ()

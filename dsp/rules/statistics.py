@@ -1,7 +1,7 @@
-"""Rules of operations that need numbers of the whole sharded dim: each rank has its own, and all are put together.
+"""Rules of operations that need numbers of the full sharded dim: each rank's are gathered and combined.
 
-What a rank knows of its part, a mean and a sum of squares, say, is a few numbers however long the dim is. Ranks gather
-those of all, in fp32 at least, and the operation goes on with them: nothing else is sent.
+A rank summarises its shard by a few numbers, such as a mean and a sum of squares, however long the dim is. Ranks
+gather these, in fp32 at least, and the operation continues with them: nothing else is sent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def made_in(f: Frame, t: Tensor) -> torch.dtype:
-    """The dtype that the plain operation makes of t's: autocast may have a say."""
+    """The dtype of the plain operation's result for t's dtype: autocast may change it."""
     if not torch.is_autocast_enabled(t.device.type):
         return t.dtype
     return PLAIN[f.name](t.new_zeros(1, 1, 2)).dtype
@@ -56,12 +56,12 @@ def moments(x: Tensor, dims: Dims) -> Tensor:
 
 
 def together(every: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Mean and sum of squared differences over all ranks, of the (n 2 ...) moments of `counts` numbers each.
+    """Mean and sum of squared differences over all ranks, from the (n 2 ...) moments of `counts` numbers each.
 
-    Chan, Golub and LeVeque 1983: no difference of large sums is taken.
+    After Chan, Golub and LeVeque 1983: no large sums are subtracted.
     """
     runs, at = [], 0
-    for count, alike in groupby(counts):  # few: full chunks, perhaps a shorter one, and empty ones
+    for count, alike in groupby(counts):  # few runs: full chunks, perhaps a shorter one, and empty ones
         stop = at + len(list(alike))
         runs.append((count, every[at:stop]))
         at = stop
@@ -70,7 +70,7 @@ def together(every: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def counted(f: Frame, x: Operand, cut: Cut, dims: Dims) -> list[int]:
-    """How many numbers each rank has over `dims`, which must not be none at all."""
+    """The count of numbers that each rank has over `dims`, which must not be empty in total."""
     size = x.shape[cut.dim]
     if not math.prod(x.shape[d] for d in dims):
         raise f.refuse("it normalizes over an empty dim")
@@ -83,7 +83,7 @@ def kept(x: Operand, dims: Dims) -> int:
 
 
 def grouped_norm(f: Frame, x: Operand, cut: Cut, groups: int, weight: Any, bias: Any, eps: float) -> Outcome:
-    """Over the dims after channels, (b c ...), and the channels of a group."""
+    """Group norm of (b c ...), over the channels of a group and all dims after channels."""
     if cut.dim < 2:
         raise f.refuse("it normalizes over channels")
     b, c = x.shape[:2]
@@ -104,7 +104,7 @@ def grouped_norm(f: Frame, x: Operand, cut: Cut, groups: int, weight: Any, bias:
 
 
 def batch_norm(f: Frame, x: Operand, cut: Cut, momentum: float, eps: float) -> Outcome:
-    """In training: over all dims but channels, (b c ...). Every rank moves its running statistics on alike."""
+    """Batch norm in training, over all dims but channels, (b c ...). All ranks update running statistics equally."""
     dims = [d for d in range(x.ndim) if d != 1]
     counts = counted(f, x, cut, dims)
     total = sum(counts)
@@ -133,7 +133,7 @@ def affinely(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def trailing(
     f: Frame, x: Operand, cut: Cut, count: int, weight: Any, bias: Any, eps: float | None, centred: bool = True
 ) -> Outcome:
-    """Over the last `count` dims, of which one is sharded; weight and bias are of each place there."""
+    """A norm over the last `count` dims, one of them sharded; weight and bias have these dims."""
     dims = range(x.ndim - count, x.ndim)
     counts = counted(f, x, cut, dims)
     at = Cut(cut.dim - x.ndim + count, cut.outer)
@@ -152,9 +152,9 @@ def trailing(
 
 
 def exponentials(t: Tensor, dims: Dims, dtype: Any = None) -> Tensor:
-    """(2 ...): the largest over `dims`, and the sum of exponentials of what is left without it.
+    """(2 ...): the maximum over `dims`, and the sum of exponentials of the differences from it.
 
-    A part that is empty, or masked entirely, has -inf and 0: it counts nothing, however low the others are.
+    A shard that is empty, or masked entirely, has -inf and 0: it adds nothing, however low the others are.
     """
     kind = dtype or (t.dtype if t.is_floating_point() else torch.get_default_dtype())
     t, over = t.to(summed_in(kind)), tuple(dims)
@@ -162,7 +162,7 @@ def exponentials(t: Tensor, dims: Dims, dtype: Any = None) -> Tensor:
         total = t.sum(over, keepdim=True)
         return torch.stack([torch.full_like(total, -math.inf), total])
     top = t.detach().amax(over, keepdim=True)
-    near = top.masked_fill(top.isinf(), 0)  # inf less inf is nan
+    near = top.masked_fill(top.isinf(), 0)  # inf - inf is nan
     return torch.stack([top, (t - near).exp().sum(over, keepdim=True)])
 
 
@@ -185,7 +185,7 @@ def softmax(f: Frame, x: Operand, cut: Cut, dtype: Any) -> Outcome:
 def whole(
     f: Frame, x: Operand, dims: Dims, keep: bool, of: Callable[[Tensor], Tensor], rows: int, made: Callable[..., Tensor]
 ) -> Outcome:
-    """A reduction that every rank has whole: `made` of all ranks' numbers, `rows` for each place that is left."""
+    """A reduction with a replicated result: `made` from all ranks' numbers, `rows` of them for each of its elements."""
 
     def run(every: Tensor, t: Tensor) -> Tensor:
         out = made(every, t)
@@ -200,7 +200,7 @@ def logsumexp(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome
         top = tops.amax(0)
         near = top.masked_fill(top.isinf(), 0)
         total = (every[:, 1] * (tops - near).exp()).sum(0)
-        nothing = total == 0  # all masked: -inf, and no gradient
+        nothing = total == 0  # all are masked: -inf, and no gradient
         out = (near + total.masked_fill(nothing, 1).log()).masked_fill(nothing, -math.inf)
         return out.to(made_in(f, t)) if t.is_floating_point() else out
 
@@ -209,12 +209,12 @@ def logsumexp(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome
 
 
 def extremes(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
-    """The largest or smallest over the sharded dim, perhaps with others; what ties shares the gradient."""
+    """The maximum or minimum over the sharded dim, perhaps with others; ties share the gradient."""
     low, over = f.name in ("amin", "min"), tuple(dims)
 
     def of(t: Tensor) -> Tensor:
         t = t.to(summed_in(t.dtype))
-        if not t.numel():  # there are numbers on other ranks
+        if not t.numel():  # other ranks have numbers
             none = t.sum(over, keepdim=True, dtype=t.dtype)
             least = -math.inf if t.is_floating_point() else torch.iinfo(t.dtype).min
             most = math.inf if t.is_floating_point() else torch.iinfo(t.dtype).max
@@ -258,7 +258,7 @@ def squared(t: Tensor, dims: Dims) -> Tensor:
 
 
 def root(total: Tensor) -> Tensor:
-    """The square root, which has no gradient where it is 0."""
+    """The square root, with gradient 0 at 0."""
     nothing = total == 0
     return total.masked_fill(nothing, 1).sqrt().masked_fill(nothing, 0)
 
@@ -285,7 +285,7 @@ def normalized(f: Frame, x: Operand, cut: Cut, dims: Dims, eps: float) -> Outcom
 
 
 def spread(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool, correction: float) -> Outcome:
-    """var or std over the sharded dim, perhaps with others: whole on every rank."""
+    """var or std over the sharded dim, perhaps with others: the result is replicated."""
     counts = counted(f, x, cut, dims)
 
     def made(every: Tensor, t: Tensor) -> Tensor:

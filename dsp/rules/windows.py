@@ -1,7 +1,7 @@
-"""Rules of operations that read a dim through a window: a row of the result reads a stretch of rows of the operand.
+"""Rules of operations with a window along a dim: each row of the result reads a range of rows of the operand.
 
-Sharded along that dim, a rank reads the rows that the chunk of its result needs, those of its neighbours too; beyond
-the ends of the dim there is padding.
+If that dim is sharded, a rank reads the rows that its chunk of the result needs, including rows of its neighbours;
+beyond the ends of the dim there is padding.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Local = Callable[..., torch.Tensor]
 def spanned(
     f: Frame, size: int, out: int, reads: Callable[[int, int], tuple[int, int]]
 ) -> tuple[list[tuple[int, int]], int, int]:
-    """The rows of `size` that each rank reads, and how many this one lacks beyond either end.
+    """The rows of `size` that each rank reads, and how many rows this rank needs beyond either end.
 
-    `reads` tells of results `start` to `stop` which rows they read, those beyond the ends too. A rank that has no
-    result reads nothing, and lacks what the first result needs.
+    `reads` returns the rows that results `start` to `stop` read, including those beyond the ends. A rank without
+    results reads nothing, and needs padding for the first result instead.
     """
     spans, lack = [], (0, 0)
     for rank in range(f.n):
@@ -44,10 +44,10 @@ def windowed(
     f: Frame, x: Operand, cut: Cut, out: int, reads: Callable[[int, int], tuple[int, int]], run: Local,
     *, fill: float | None = 0.0, crop: Callable[[int, int], int] = lambda start, first: 0, **kwargs: Any,
 ) -> Outcome:  # fmt: skip
-    """An operation of which results `start` to `stop` along the dim read the rows that `reads` says.
+    """An operation of which results `start` to `stop` along the dim read the rows that `reads` returns.
 
-    `run` does it on such rows, without padding along the dim; `fill` is what lies beyond the ends, None for the last
-    row there. `crop` tells how many of its results come before `start`, if `first` is the first row read.
+    `run` computes on these rows, without padding along the dim; `fill` is the number beyond the ends, or None to repeat
+    the row at the end. `crop`: how many of run's results precede `start`, if `first` is the first row read.
     """
     if cut.outer != 1:
         raise f.refuse("its window crosses from one entry of a fold, such as (b t), into the next, and t is sharded")
@@ -67,12 +67,12 @@ def windowed(
 def strided(
     f: Frame, x: Operand, cut: Cut, window: tuple[int, int, int], run: Local, out: int | None = None, **kwargs: Any
 ) -> Outcome:
-    """A window (step, lead, span): so many rows each time, with `lead` rows of padding before and after all."""
+    """A window (step, lead, span): `span` rows at every `step`, with `lead` rows of padding at either end."""
     step, lead, span = window
     out = (x.shape[cut.dim] + 2 * lead - span) // step + 1 if out is None else out
     if out < 1:
         raise f.refuse("it is shorter than the window")
-    if (step, lead, span) == (1, 0, 1):  # each row by itself, also of a fold
+    if (step, lead, span) == (1, 0, 1):  # each row on its own, also in a fold
         return Outcome(cut, out, func=f.on_a_row(cut, out))
     return windowed(f, x, cut, out, lambda a, b: (a * step - lead, (b - 1) * step - lead + span), run, **kwargs)
 
@@ -91,7 +91,7 @@ def padded(x: torch.Tensor, dim: int, before: int, after: int, fill: float | Non
 
 
 def each(f: Frame, value: Any, d: int) -> list[int]:
-    """One number for every dim of a window, of one for all."""
+    """One number for every dim of a window; a single number counts for all."""
     found = [value] * d if isinstance(value, int) else list(value)
     if len(found) == 1:
         found *= d
@@ -101,7 +101,7 @@ def each(f: Frame, value: Any, d: int) -> list[int]:
 
 
 def placed(f: Frame, d: int) -> tuple[Operand, Cut, int]:
-    """The sharded operand, and which dim of its window is sharded; below 0 the batch or channels."""
+    """The sharded operand, its cut, and the sharded dim of its window; a negative one is batch or channels."""
     x, cut = first(f)
     return x, cut, cut.dim - (x.ndim - d)
 
@@ -155,7 +155,7 @@ def conv_transpose(f: Frame) -> Outcome:
     out = (x.shape[cut.dim] - 1) * step - 2 * lead + reach + more[at] + 1
     if out < 1:
         raise f.refuse("its result is empty")
-    gap = step - 1 > reach  # results between two rows, of which none has a part
+    gap = step - 1 > reach  # some results lie between two rows and read neither
     padding[at] = more[at] = 0
 
     def reads(a: int, b: int) -> tuple[int, int]:
@@ -269,7 +269,7 @@ def pad(f: Frame) -> Outcome:
         raise f.refuse("it replicates one end of the sharded dim and cuts off the other")
 
     def reads(a: int, b: int) -> tuple[int, int]:
-        if mode == "replicate":  # of a stretch that lies beyond an end, the row there
+        if mode == "replicate":  # results beyond an end read the row at that end
             a, b = min(a, end - 1 + before), max(b, before + 1)
         return a - before, b - before
 
@@ -283,9 +283,9 @@ def pad(f: Frame) -> Outcome:
 
 
 def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int, others: list[int]) -> Outcome:
-    """Padding by the rows next to the ends, in the opposite order: each rank reads the span in which its own lie.
+    """Padding by the rows next to the ends, in reverse order: each rank reads the span that contains its rows.
 
-    others: what the other dims are padded by, as F.pad takes it.
+    others: padding of the other dims, as F.pad takes it.
     """
     dim, end, out = cut.dim, x.shape[cut.dim], x.shape[cut.dim] + before + after
     if min(before, after) < 0:

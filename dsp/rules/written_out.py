@@ -1,4 +1,4 @@
-"""Functions of torch that are many operations in one, written out: glue follows each of them by its own rule."""
+"""Composite functions of torch, written out as operations that glue follows one by one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def multi_head_attention(
     k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None, static_v: Any = None,
     average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
-    """`F.multi_head_attention_forward` of (l b c); None of what is not written out: no batch, more keys.
+    """`F.multi_head_attention_forward` of (l b c); None for cases not written out: no batch dim, added keys.
 
-    Masks are True, or -inf, where nothing is to be seen; `is_causal` only says what `attn_mask` is.
+    Masks are True, or -inf, where attention is not allowed; `is_causal` only describes `attn_mask`.
     """
     rare = (bias_k, bias_v, static_k, static_v)
     if query.dim() != 3 or any(x is not None for x in rare) or add_zero_attn:
@@ -59,7 +59,7 @@ def multi_head_attention(
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """Attention with its weights."""
+    """Attention that returns its weights too."""
     logits = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
     shares = (logits if mask is None else logits + mask).softmax(-1)
     shares = F.dropout(shares, dropout_p) if dropout_p else shares
@@ -67,14 +67,14 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: fl
 
 
 def added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as numbers to be added to the logits."""
+    """A mask as numbers that are added to the logits."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
 
 
 def batch_second(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrence of (b l c) as one of (l b c), where samples are the same dim of all it takes and gives."""
+    """A recurrence of (b l c) as one of (l b c), in which samples are the same dim of all inputs and results."""
 
     def run(x: Tensor, states: Any, weights: Any, *rest: Any) -> Any:
         if not isinstance(weights, (list, tuple)) or len(rest) != 6 or not rest[-1]:
@@ -86,7 +86,7 @@ def batch_second(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_where(x: Tensor, index: Any, value: Any) -> Tensor | None:
-    """``x[mask] = number``; None of another index, of several numbers, and of one that would be another in x's type."""
+    """``x[mask] = number``; None for other indices, for several numbers, and if x's dtype would change the number."""
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or not 0 < index.dim() <= x.dim():
         return None
     if isinstance(value, Tensor):
@@ -101,18 +101,18 @@ def set_where(x: Tensor, index: Any, value: Any) -> Tensor | None:
 
 
 def expand_as(x: Tensor, other: Tensor) -> Tensor:
-    """Nothing but a shape is read of the other."""
+    """`expand_as`, which reads only the shape of the other tensor."""
     return x.expand(other.shape)
 
 
 def type_of(x: Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
-    """A name, without a type."""
+    """`Tensor.type()` without a dtype: the name of the type."""
     with torch._C.DisableTorchFunction():
         return torch.empty(0, dtype=x.dtype, device=x.device).type() if dtype is None else None
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """`addmm` and `baddbmm`: beta x + alpha a @ b, and of beta 0 without x; a linear map stays one."""
+    """`addmm` and `baddbmm`: beta x + alpha a @ b, without x if beta is 0; a linear map is kept as one."""
     if x.dim() == 1 and a.dim() == 2 and beta == alpha == 1:
         return F.linear(a, b.t(), x)
     y = a @ b if alpha == 1 else alpha * (a @ b)
@@ -132,7 +132,7 @@ def column_stack(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def difference(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor | None:
-    """`torch.diff`: differences of rows that follow each other."""
+    """`torch.diff`: differences of successive rows."""
     if prepend is not None or append is not None or x.dtype is torch.bool or n > x.shape[dim]:
         return None
     for _ in range(n):
@@ -146,12 +146,12 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pad(x: Tensor, pad: Sequence[Any], mode: str = "constant", value: float | None = None) -> Tensor | None:
-    """By amounts that are tensors, which are read."""
+    """Padding by amounts that are tensors, whose numbers are read."""
     return F.pad(x, list(map(int, pad)), mode, value) if any(isinstance(a, Tensor) for a in pad) else None
 
 
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Lengths below eps count as eps, and are differentiated as they are, as torch does it."""
+    """Lengths below eps count as eps, but have the gradient of the length, as in torch."""
 
     def unit(x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
@@ -187,7 +187,7 @@ def likelihood(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", smooth: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    """`F.nll_loss`, and that of a target which is by `smooth` evenly distributed."""
+    """`F.nll_loss`; a share `smooth` of the target is spread evenly over classes."""
     if weight is not None or size_average is not None or reduce is not None:
         return None
     dim = int(x.dim() > 1)
@@ -229,4 +229,4 @@ KEYWORDS.update({
     "embed_dim_to_check": "embed_dim", "num_heads": "heads", "in_proj_weight": "in_weight", "in_proj_bias": "in_bias",
     "out_proj_weight": "out_weight", "out_proj_bias": "out_bias",
 })  # fmt: skip
-traits.cache_clear()  # of those that were asked for before
+traits.cache_clear()  # drops entries made before these tables were filled
