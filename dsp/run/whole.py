@@ -142,7 +142,7 @@ class GlueOnWholes(Between):
         self.asleep = self.popped = False
 
     def begin(self) -> None:
-        """Prepare a forward; called once, while the mode itself may be entered again within the forward."""
+        """Prepare a forward. Unlike `__enter__`, it is not called again for operations that are written out."""
 
     def end(self) -> None:
         """Clean up after a forward, whether it returned or raised."""
