@@ -1,8 +1,8 @@
-"""An autograd.Function of the model between stages: its backward runs between stages, too.
+"""The model's own autograd.Functions between stages: their backward runs between stages, too.
 
-Left alone it would get this rank's shards as plain tensors, N times a single process's gradient, and what it saved in
-other layouts (docs/numerics.md). So what is applied in its place is a subclass, whose backward hands on gradients as
-glue holds tensors and brings what comes back to where the arguments lay.
+A plain backward would get this rank's shards as plain tensors, gradients N times those of a single process, and saved
+tensors in other layouts (docs/numerics.md). So a subclass is applied instead: its backward passes sharded tensors to
+the model's code, and brings the returned gradients into the layouts of the arguments.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dsp.sharded import ACTIVE, carry
 
 
 class Applied(InBackward):
-    """One application of a function between stages: where its tensors lie, and how its backward runs.
+    """One application of a function between stages, with the layouts of its tensors.
 
-    given, made, kept: of its arguments, of its results and of what it saved for backward.
+    given, made, kept: the layouts of arguments, results and tensors saved for backward.
     """
 
     in_function = True
@@ -37,20 +37,20 @@ class Applied(InBackward):
         self.made = [at_of(t) for t in (made if isinstance(made, tuple) else (made,))]
 
     def saved(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The saved tensors as they lay: autograd, or hooks of a checkpoint, may bring them back as plain tensors."""
+        """The saved tensors in their layouts: autograd or a checkpoint's hooks may have made them plain tensors."""
         lay = zip(tensors, self.kept, strict=True)
         return tuple(carry(t, at) if at and type(t) is Tensor and t.shape == at.local else t for t, at in lay)
 
 
-APPLIED: ContextVar[Applied] = ContextVar("dsp_applied")  # whose forward begins
+APPLIED: ContextVar[Applied] = ContextVar("dsp_applied")  # the application whose forward begins
 
 
 def followed(function: Any) -> Any:
-    """The function with its backward between stages, for the application that `APPLIED` has; made once for each."""
+    """The subclass of a function whose backward runs between stages, as the application in `APPLIED`; made once."""
     if (known := function.__dict__.get("_dsp_followed")) is not None:
         return known
     name = "vjp" if function.vjp is not Function.vjp else "backward"
-    boxed = getattr(function, "boxed_grads_call", False)  # it takes gradients as one list
+    boxed = getattr(function, "boxed_grads_call", False)  # backward takes its gradients as one list
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         def its_own(*grads: Any) -> Any:
@@ -80,7 +80,7 @@ def followed(function: Any) -> Any:
 
 
 def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply` while a forward runs: between stages it is that of `followed`."""
+    """The `Function.apply` of a running forward: between stages it applies the subclass that `followed` makes."""
     current = ACTIVE.get()
     run = None if current is None else current[1]
     own = function.__module__.startswith(("torch.", "dsp."))
@@ -94,7 +94,7 @@ def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Intercepting:
-    """While forwards run, in one thread or several, the functions that their models apply come to `apply`."""
+    """Replace `Function.apply` with `apply` while forwards run, in any number of threads."""
 
     def __init__(self) -> None:
         self.inside, self.lock = 0, threading.Lock()

@@ -252,7 +252,7 @@ class StageCalls:
         run.began = True
 
     def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
-        """Note that a stage raised `error`: the code inside a stage is not the cause of a plan's errors."""
+        """Note that `error` comes from inside a stage, where tensors are plain: it needs no note on sharded tensors."""
         run.failed = id(error)
 
     def refuse_sizes(self, run: Run, stage: Stage, decision: StageDecision, output: Any) -> None:
