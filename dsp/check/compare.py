@@ -1,5 +1,4 @@
-"""One call of a model with its backward, and the differences of two such calls: outputs, gradients, buffers, constants.
-"""
+"""One call of a model with its backward, and the differences between two such calls."""
 
 from __future__ import annotations
 

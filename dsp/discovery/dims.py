@@ -212,8 +212,7 @@ class Follower:
     ) -> tuple[bool, list[tuple[Cut, tuple[Dim, ...]]]]:
         """(whether an operation runs with a dim sharded, the places of that dim in the results). If the results have
         it twice, the second place gets a new dim."""
-        # n ranks with one element of the dim each fit every structure; large dims use few ranks: rules may loop over
-        # ranks
+        # n ranks with one element each fit every structure; long dims are tried on few ranks: rules may loop over them
         n, odd = (dim.size, max(dim.size - 1, 1)) if dim.size <= MANY else ranks_for(dim.size)
         outcome, uneven = outcome_of(node, carriers, n), outcome_of(node, carriers, odd)
         tried = [outcome]

@@ -163,7 +163,7 @@ class Search:
         node.outputs = [self.dims.axes_of(t) or [] for t in node.results]
 
     def keep_names(self, node: ModuleCall, t: Ref) -> None:
-        """Identify an output's axes with those of an input of the same shape, if the rules lost them inside the call."""
+        """Identify an output's axes with those of an input of the same shape, if rules lost them inside the call."""
         mine, passed = self.dims.axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
         for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
             if live and shape == t.shape:

@@ -41,8 +41,7 @@ class Call(Recording):
     outputs: list[Ref]
 
     def steps(self, cuts: Cuts, n: int) -> tuple[list[Step], list[Cut]] | None:
-        """Follow a cut into n parts through the call: its steps, and the cuts of its results; None if a rule loses it.
-        """
+        """The steps of a call cut into n parts, and the cuts of its results; None if an operation loses the cut."""
         at = {t.number: cut for t, cut in zip(self.inputs, cuts)}
         steps = []
         for node in self.nodes:

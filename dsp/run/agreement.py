@@ -219,8 +219,7 @@ class Agreement:
         return stream.record_event().synchronize, host
 
     def before_switching(self) -> None:
-        """Check the answer on CPU, where it has arrived by the end of the first stage: an error now avoids a deadlock.
-        """
+        """Check the answer on CPU, where it has arrived by the end of the first stage: this avoids a deadlock."""
         if self.device == "cpu":
             self.finish()
 

@@ -86,8 +86,7 @@ def on_parts(op: RuledCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor
 
 
 def read(run: Run, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]) -> list[Any]:
-    """The spans of rows that this rank reads of each tensor, in one exchange; replicated tensors (cut None) need none.
-    """
+    """The spans of rows that this rank reads of each tensor, in one exchange; none for replicated ones (cut None)."""
     pairs = [(t, rows) for t, cut, spans in wanted if cut is not None for rows in spans]
     came = iter(read_rows([t for t, _ in pairs], [rows for _, rows in pairs], run.axis.group))
     found: list[Any] = []

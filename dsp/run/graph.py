@@ -297,8 +297,7 @@ def recurrences(graph: GraphModule) -> Iterator[str]:
 
 
 def strangers(graph: GraphModule) -> Iterator[str]:
-    """Weights and tensors without data that are neither inputs nor held by modules; other such tensors are constants.
-    """
+    """The reasons for weights and fake tensors that are neither inputs nor held by modules; others are constants."""
     for node in graph.graph.nodes:
         held = getattr(graph, node.target, None) if node.op == "get_attr" else None
         if isinstance(held, (nn.Parameter, FakeTensor)):

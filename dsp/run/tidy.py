@@ -58,8 +58,7 @@ def is_unused(node: Node) -> bool:
 
 
 def is_view_of_itself(node: Node) -> bool:
-    """Tell whether a node is ``x.view_as(x)`` and not an output of the graph: an output must not be an input itself.
-    """
+    """Tell whether a node is ``x.view_as(x)`` and not an output of the graph, which must not be an input itself."""
     same = node.target is torch.ops.aten.view_as.default and node.args[0] is node.args[1]
     return same and all(user.op != "output" for user in node.users)
 

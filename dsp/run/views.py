@@ -26,8 +26,7 @@ NOTHING = nullcontext()
 
 
 def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
-    """Enable autograd if a source has a gradient, even under no_grad: copies are kept for later, differentiable uses.
-    """
+    """Enable autograd if a source has a gradient, even under no_grad: kept copies may have differentiable uses."""
     if torch.is_grad_enabled() or all(t.grad_fn is None for t in tensors):
         return NOTHING
     return torch.enable_grad()
