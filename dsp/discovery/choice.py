@@ -76,7 +76,7 @@ class StageChoice(Folds):
         return any(not ok for d, ok in op.accepts.items() if self.sequence & set(d.atoms()))
 
     def transparent(self, node: ModuleCall) -> bool:
-        """Tell whether glue can run all operations of a submodule along every dim where the submodule is independent."""
+        """Tell whether glue can run a submodule's operations along every dim where the submodule is independent."""
         free = node.free()
         ops = [op for n in node.walk() for op in n.ops if op.live]
         return all(ok for op in ops for d, ok in op.accepts.items() if free & set(d.atoms()))

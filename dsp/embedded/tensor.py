@@ -97,7 +97,7 @@ class Linear:
 
 
 class _Local:
-    """A linear layer's forward on its shard of the weights; by rows without the bias, which is added once to the sum."""
+    """A linear layer's forward on its shard of the weights; by rows without the bias, which the sum gets once."""
 
     def __init__(self, linear: Linear, n: int) -> None:
         self.linear, self.n = linear, n

@@ -78,7 +78,7 @@ class Steps:
         return found.held <= self.hardware.memory
 
     def best(self, ranks: int) -> Timing | None:
-        """The timing with most tokens a second, of all (dp, sp, method) that fit with weights sharded over all ranks."""
+        """The timing with most tokens a second of all (dp, sp, method) that fit; weights are sharded over all ranks."""
         sizes = [sp for sp in range(1, ranks + 1) if ranks % sp == 0]
         every = [found for sp in sizes for found in self.supported(ranks // sp, sp)]
         return max(filter(self.fits, every), key=lambda found: found.rate, default=None)

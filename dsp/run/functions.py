@@ -46,7 +46,7 @@ APPLIED: ContextVar[Applied] = ContextVar("dsp_applied")  # the application whos
 
 
 def followed(function: Any) -> Any:
-    """The subclass of a function whose backward runs between stages, as the application in `APPLIED`; made once."""
+    """The subclass of a function whose backward runs between stages, for the application in `APPLIED`; made once."""
     if (known := function.__dict__.get("_dsp_followed")) is not None:
         return known
     name = "vjp" if function.vjp is not Function.vjp else "backward"

@@ -297,7 +297,7 @@ def recurrences(graph: GraphModule) -> Iterator[str]:
 
 
 def strangers(graph: GraphModule) -> Iterator[str]:
-    """The reasons for weights and fake tensors that are neither inputs nor held by modules; others are constants."""
+    """Reasons against a graph: weights or fake tensors that neither inputs nor modules hold; others are constant."""
     for node in graph.graph.nodes:
         held = getattr(graph, node.target, None) if node.op == "get_attr" else None
         if isinstance(held, (nn.Parameter, FakeTensor)):

@@ -48,7 +48,7 @@ class Lookup:
         ]
 
     def find(self, key: Key) -> tuple[Alike | None, PlannedNode | None]:
-        """The nodes with this key, and the one whose turn it is; without them, the only node that reads these tensors."""
+        """The nodes with this key, and the one whose turn it is; if none, the only node that reads these tensors."""
         if self.script is None:
             return None, None
         alike = self.script.nodes.get(key)

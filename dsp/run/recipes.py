@@ -68,7 +68,7 @@ class PreparedCall(NamedTuple):
     """A local call that can be repeated without checks, on operands in the same layouts.
 
     call: the function; as_it_is: it takes the operation's own arguments, writes none and may return any; rest: the
-    arguments after the first (None: the operation's own); kept: positions of the operation's own arguments among them;
+    arguments after the first (None: the operation's own); kept: positions that keep the operation's own arguments;
     narrowed: positions of replicated arguments to shard, and their cuts; own: the slice of arguments that are sharded
     tensors, None if they are not adjacent; writes: it writes into the first argument; aliases: results may be views of
     the first argument; views: the result is a view on one device, but may be a copy on this rank; copies: the result is

@@ -51,7 +51,7 @@ class active:
     def __enter__(self) -> None:
         current = ACTIVE.get()
         self.outer = None if current is None or current[1].mode.asleep else current[1].mode
-        if self.outer is not None:  # the recomputation of a checkpoint began another recomputation
+        if self.outer is not None:  # code that runs in backward needs the recomputation of a checkpoint
             self.outer.suspend()
         self.token, self.run.mode = ACTIVE.set((self.runtime, self.run)), self.runtime.between_stages(self.run)
         self.run.mode.begin()
