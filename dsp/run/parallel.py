@@ -346,7 +346,7 @@ class FullRuntime(Runtime):
 
     def explain(self, run: Run, error: Exception) -> None:
         """Raise an error that names the cause in the user's terms, if it is known; otherwise add a note to `error`."""
-        with suppress(Exception):  # the data is not needed, but a transfer that is never waited for is never freed
+        with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good
             run.arrive()
         if run.misread is not None and run.misread[0] is error:
             raise NotationError(run.misread[1]) from error

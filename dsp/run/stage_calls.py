@@ -116,7 +116,7 @@ class StageCalls:
             return None
         if saving_hooks(False) is not None:
             note_checkpoint(run)
-        if run.coming:  # what a stage reads is not seen, so it must have arrived
+        if run.coming:  # nobody sees what a stage reads: all data must have arrived
             run.arrive()
         run.mode.suspend()
         if run.recorder is not None:

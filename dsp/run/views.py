@@ -177,7 +177,7 @@ class Views:
         if all(cut == t.at.cut for t, cut in wanted):
             return [plain(t) for t, _ in wanted]
         for t, cut in wanted:
-            if cut != t.at.cut:  # a copy of the base would lack a write that the base has missed and its view has seen
+            if cut != t.at.cut:  # a view may see a write that its base has missed, and a copy of the base would lack
                 self.before_copy(view_base(t).local)
         todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
         bases = [view_base(t) for t, _ in wanted]
