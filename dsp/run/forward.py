@@ -100,10 +100,8 @@ class Run(Lookup):
     # --- sharded tensors ---
 
     def carry(self, local: Tensor, cut: Cut, shape: Sequence[int], copied: Any = None, number: int = -1) -> Sharded:
-        """A tensor of global `shape` of which `local` is this rank's shard.
-
-        copied: the memory of which its memory is a copy; number: its number in the record.
-        """
+        """A tensor of global `shape` with this rank's shard `local`; copied: the memory of which its memory is a copy;
+        number: its number in the record."""
         t = carry(local, self.axis.at(shape, cut), self.first + number)
         if copied is not None:
             t._dsp_copy_of = copied  # type: ignore[attr-defined]
@@ -153,10 +151,7 @@ class Run(Lookup):
         return [self.carry(t, p.dst, p.shape, number=number) for t, p, number in moved]
 
     def share_out(self, tensors: Sequence[Tensor], push: Iterable[Cut | None], numbers: Iterable[int]) -> list[Tensor]:
-        """This rank's shard of each replicated result that the plan wants sharded.
-
-        A result stays replicated if the cut does not fit: the operands may differ from the planned ones.
-        """
+        """This rank's shard of each replicated result that the plan wants sharded, if the cut fits its shape."""
 
         def own(t: Tensor, cut: Cut | None, number: int) -> Tensor:
             if cut is None or not cut.fits(t.shape):

@@ -36,9 +36,8 @@ def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
 class Copies:
     """A tensor's copies in other layouts (None: replicated), stored on the tensor.
 
-    version: the tensor's version counter when they were made; asks: its requires_grad then (the result of an
-    autograd.Function requires none until the function has ended). The tensor's own shard is not stored: it is a view
-    of the tensor, and storing it would make a reference cycle.
+    version, asks: the tensor's version counter and requires_grad when they were made (an autograd.Function's result
+    requires no gradient until it ends). The own shard, a view of the tensor, is not stored: it would make a cycle.
     """
 
     version: int
@@ -152,10 +151,7 @@ class Views:
         self, tensors: Sequence[Tensor], shells: Sequence[Sharded | None], cuts: Sequence[Cut | None],
         via: Sequence[Sequence[Via]],
     ) -> list[Tensor]:  # fmt: skip
-        """The operands of an operation in the cuts that it needs (None: replicated).
-
-        A sharded operand that already has its cut is returned as it is, still a `Sharded`.
-        """
+        """The operands of an operation in its cuts (None: replicated); operands that have theirs stay `Sharded`."""
         if any(via):
             self.copy_first(shells, via)
         moving = [(s, c) for s, c in zip(shells, cuts) if s is not None and s.at.cut != c]

@@ -1,8 +1,7 @@
 """The operations between stages on full tensors, while the model sees global shapes.
 
 Between the stages of a `Run` its mode sees every torch function. A function that gets a `Sharded` tensor runs on the
-gathered tensor; if the plan wants a result sharded, each rank keeps its shard. `dsp.run.glue` runs operations that have
-a rule on shards instead.
+gathered tensor; each rank keeps its shard of a result that is planned sharded. `dsp.run.glue` runs rules on shards.
 """
 
 from __future__ import annotations

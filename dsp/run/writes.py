@@ -38,8 +38,7 @@ class Writes:
     """The writes of one forward.
 
     stale: memory that missed a write, the operation and line that wrote, and the memory written; copied: pairs of a
-    memory and its copy's memory, for copies that results view; has_copies: a replicated tensor is a copy, so writes
-    into it have to be refused.
+    memory and its copy's, for copies that results view; has_copies: a replicated tensor is a copy, not to be written.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -125,8 +124,7 @@ class Writes:
         """Run an operation inside this context: its writes in place reach all tensors that share the memory, or raise.
 
         who: the operation's name; in_place: it writes into the first tensor; shells: `tensors` as glue holds them;
-        parts: the local tensors that the operation runs on, in `cuts`. Yields a function that marks results that view
-        a copy.
+        parts: the local tensors that run, in `cuts`. Yields a function that marks results that view a copy.
         """
         versions = [version(t) for t in parts]
 
