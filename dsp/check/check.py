@@ -1,4 +1,4 @@
-"""check: is the parallel model the same model? On real inputs, forward and backward, stage by stage."""
+"""check: compare a parallel model with itself on one process, on real inputs, forward and backward, stage by stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsp.slices import TOLERANCE, cast, smaller
 from dsp.tensors import tensors_in
 from dsp.world import World
 
-CALLS = 3  # one of each kind shows nothing: a forward that reads its data is planned from the record of its first
+CALLS = 3  # more than one, because a forward that reads its data follows a plan from its second call on
 
 
 def check(
@@ -39,14 +39,14 @@ def check(
 ) -> Report:
     """Compare `model` in parallel over `mesh` with itself on one process. Call it on every rank, with the same inputs.
 
-    Copies of the model run in float64 where they can (else in their own type): each stage on uneven slices of its own
-    recorded inputs along each dim that its pattern calls independent; then the whole model in training, in eval mode
-    and under no_grad, at the given size and at a smaller one, three calls each, for what the first call recorded or
-    cached the next ones use. With ``thorough=False`` it is called once, as it is given. Compared are outputs, buffers,
-    and under a random projection as the loss the gradient of every parameter and of every input. Parameters that are
-    zero, as the last layers of a model that was not trained yet, would hide what comes before them: with `draw` they
-    are drawn at random in the copies. The model itself is left untouched. Raises what a wrong pattern raises;
-    everything that runs but is wrong is in the report, and what was not looked at, too.
+    Copies of the model run in float64, or in their own dtype if float64 fails. First each stage runs on uneven slices
+    of its recorded inputs, along each dim that its pattern calls independent. Then the full model runs in training
+    mode, in eval mode and under no_grad, at the given size and at a smaller one. Each combination is called three
+    times, because later calls use what the first one recorded or cached. With ``thorough=False`` the model is called
+    once, in its present mode. Compared are outputs, buffers, and the gradients of every parameter and input, with a
+    random projection of the outputs as the loss. Parameters that are all zero, such as the last layers of an untrained
+    model, would hide errors before them: with `draw` the copies draw them at random. The model itself is left
+    untouched. An invalid pattern raises its usual error; the report lists other problems, and what was not compared.
     """
     kwargs = dict(kwargs or {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
@@ -63,18 +63,18 @@ def check(
 
 
 class Check:
-    """One check: a copy of the model and its inputs, how it may be called, and what was found so far."""
+    """One check: a copy of the model and its inputs, the modes to call it in, and the report so far."""
 
     def __init__(
         self, model: nn.Module, args: Any, kwargs: Any, axis: Axis, stages: Mapping[str, str] | None,
         thorough: bool = True, draw: bool = True,
     ) -> None:  # fmt: skip
         self.axis, self.stated, self.thorough = axis, stages, thorough
-        stages_of(model, stages)  # what is wrong with them is said before anything runs
+        stages_of(model, stages)  # raises for invalid stages before anything runs
         self.model, self.args, self.kwargs, self.dtype, self.modes = prepared(model, args, kwargs, thorough, draw)
         self.stages, self.root = stages_of(self.model, stages)
         self.report = Report(axis.size, self.dtype, calls=CALLS if thorough else 1)
-        self.moved = False  # whether an output was other than zeros
+        self.moved = False  # whether any output was not all zeros
         self.tolerance = TOLERANCE.get(self.dtype, 3e-2)
         self.sizes = sizes_of_root(model, self.root, self.args, self.kwargs)
 
@@ -93,7 +93,7 @@ class Check:
         return report
 
     def compare_runs(self) -> None:
-        """The model in parallel against itself on one process, until a call differs."""
+        """Compare the parallel model with the model on one process, until a call differs."""
         report, modes = self.report, self.modes
         if self.thorough:
             inputs = self.inputs()
@@ -127,7 +127,7 @@ class Check:
             report.uncovered.append("what the outputs are made of: all of them were zeros")
 
     def inputs(self) -> list[tuple[str, Any, Any]]:
-        """The inputs as they are, and shorter along what may be sharded; a name for each."""
+        """The given inputs, and inputs that are shorter along the dims that may be sharded; a name for each."""
         report, sizes, args, kwargs = self.report, self.sizes, self.args, self.kwargs
         free = {name for stage in self.stages for name in stage.pattern.free} or set(sizes)
         longer = [name for name, size in sizes.items() if name in free and size > 2]
@@ -174,7 +174,7 @@ class Check:
 
 
 def _agreed(problems: list[str], axis: Axis) -> bool:
-    """Tell whether any rank has problems; all then take those of the first such rank, and none goes on alone."""
+    """Tell whether any rank has problems. If so, `problems` becomes those of the first such rank, on every rank."""
     count = torch.tensor(len(problems), device=axis.mesh.device_type)
     if not torch.ops.dsp.all_reduce(count, axis.group):
         return False

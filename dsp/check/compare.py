@@ -1,4 +1,4 @@
-"""One call of a model and its backward, and what two such calls differ in: outputs, gradients, buffers, numbers."""
+"""One call of a model with its backward, and the differences between two such calls."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from dsp.slices import error
 from dsp.stages import clean
 from dsp.tensors import constants_in, remade, tensors_in
 
-ROUNDINGS = 32  # a part of a gradient may be so many times as long as the whole
+ROUNDINGS = 32  # a gradient may be off by so many times its rounding: its summands may be larger than the sum
 
 
 class Trial:
-    """A call with copies of its inputs, and backward under a random projection; on `axis`, gradients are averaged.
+    """A call with copies of its inputs, and backward from a random projection of its outputs.
 
-    scale: what the loss is multiplied by, and gradients are divided by again.
+    axis: the ranks over which parameter gradients are averaged; scale: a factor of the loss, by which the gradients
+    are divided again.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Trial:
             if not (grad and p.requires_grad):
                 continue
             mine = p.grad
-            if axis is not None:  # every rank takes part in every average
+            if axis is not None:  # every rank must take part in every all-reduce, even without a gradient
                 mine = torch.zeros_like(p) if mine is None else mine
                 mine = torch.ops.dsp.all_reduce(mine.contiguous(), axis.group) / axis.size
             self.grads[clean(name)] = mine
@@ -61,7 +62,7 @@ class Trial:
 
 
 def projected(outputs: Sequence[Tensor]) -> Tensor:
-    """A scalar that depends on every number of the outputs."""
+    """A scalar that depends on every element of the outputs."""
     generator, loss = torch.Generator().manual_seed(0), torch.zeros(())
     for t in (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in outputs if inexact(t)):
         direction = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
@@ -71,7 +72,7 @@ def projected(outputs: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Difference:
-    """The distance between two calls: a sentence for each value that is off by more than the tolerance."""
+    """The difference of two calls: errors, and a sentence for each value that is off by more than the tolerance."""
 
     output: float = 0.0
     gradients: dict[str, float] = field(default_factory=dict)
@@ -81,9 +82,9 @@ class Difference:
 def compare(
     got: Trial, expected: Trial, tolerance: float, numbers: bool = True, rounding: Mapping[str, float] | None = None
 ) -> Difference:
-    """The difference of two calls; without `numbers` only of the kinds of tensors that they return.
+    """The difference of two calls; without `numbers`, only of the dtypes and shapes of their outputs.
 
-    rounding: how far gradients are off by that alone, where it is known.
+    rounding: the error of each gradient that comes from rounding alone, if known.
     """
     found = Difference()
     kinds = [[(t.dtype, tuple(t.shape)) for t in call.outputs] for call in (got, expected)]
@@ -108,8 +109,8 @@ def compare(
 
 
 def gradients(got: Trial, expected: Trial) -> Iterator[tuple[str, float]]:
-    """How far each gradient is off; infinite where only one of the two calls has any."""
-    # a gradient that is zero but for rounding (the bias of attention keys, say) is measured against the others
+    """The error of each gradient; infinite if only one of the two calls has a gradient that is not zero."""
+    # a gradient that is zero up to rounding, such as that of attention keys' bias, is measured relative to the others
     largest = [float(g.abs().max()) for g in expected.grads.values() if g is not None and g.numel()]
     floor = 1e-6 * max(largest, default=0.0)
     for name, g in expected.grads.items():

@@ -1,4 +1,4 @@
-"""Stages by slices: is f(slice) the slice of f, along every dim that a pattern calls independent?"""
+"""Stages by slices: f(slice) must be the slice of f, along every dim that a pattern calls independent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cuts = list[Cut | None]
 
 
 def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> list[tuple[Stage, Any, Any]]:
-    """The stage calls of a forward, one for every kind of arguments."""
+    """The stage calls of a forward, one per stage and signature of arguments."""
     calls: list[tuple[Stage, Any, Any]] = []
     seen: set[Any] = set()
     handles = []
@@ -42,7 +42,7 @@ def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> li
 
 
 def unseen(report: Report, found: list[Stage], calls: list[tuple[Stage, Any, Any]], root: Mapping[str, int]) -> None:
-    """The stages and dims of which no slice was taken."""
+    """Report the stages that did not run, and the dims that could not be sliced."""
     ran = {stage.name for stage, *_ in calls}
     idle = [stage.name for stage in found if stage.name not in ran]
     if idle:
@@ -64,7 +64,7 @@ def some(names: Sequence[str]) -> str:
 def compare_slices(
     stage: Stage, args: Any, kwargs: Any, root_sizes: Mapping[str, int], report: Report, tolerance: float
 ) -> None:
-    """f(slice) == slice of f along every dim outside brackets, in uneven parts; f(x) == Σ f(slice) where it sums."""
+    """Compare f(slice) with the slice of f along every dim outside brackets, and Σ f(slice) with f(x) along sums."""
     _, bound = stage.signature.bind(args, kwargs)
     sizes = stage.sizes(bound, root_sizes)
     whole = run(stage, args, kwargs)
@@ -89,7 +89,7 @@ def compare_slices(
 
 
 def run(stage: Stage, args: Any, kwargs: Any) -> list[Tensor]:
-    args, kwargs = copied(args, kwargs)  # a stage may write into them
+    args, kwargs = copied(args, kwargs)  # a stage may write into its arguments
     with torch.no_grad():
         return tensors_in(stage.module(*args, **kwargs))
 

@@ -1,4 +1,4 @@
-"""The modes in which a model may be called: in training, in eval mode, without gradients; float64 where that runs."""
+"""The modes in which a model is called: training, eval, without gradients; in float64 if the model runs in it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dsp.slices import TOLERANCE, copies, keeping_buffers
 
 @dataclass
 class Mode:
-    """A way to call the model. `random`: its numbers are others each time; `fails`: what it raises on one process."""
+    """A mode to call the model in. random: its results differ between calls; fails: its error on one process."""
 
     name: str
     grad: bool
-    training: list[bool]  # by module
+    training: list[bool]  # module.training, in the order of model.modules()
     random: bool = False
     fails: str = ""
 
@@ -28,7 +28,7 @@ class Mode:
 
 
 def modes_of(model: nn.Module) -> list[Mode]:
-    """As the model is given first: some of its modules may be frozen."""
+    """The modes, with the model's present one first; there, modules that are set to eval mode stay so."""
     own = [m.training for m in model.modules()]
     training = Mode("training", True, own if model.training else [True] * len(own))
     evaluation = Mode("eval", True, [False] * len(own) if model.training else own)
@@ -38,7 +38,8 @@ def modes_of(model: nn.Module) -> list[Mode]:
 def prepared(
     model: nn.Module, args: Any, kwargs: Any, thorough: bool, draw: bool
 ) -> tuple[nn.Module, Any, Any, torch.dtype, list[Mode]]:
-    """A copy in float64 if it runs there, inputs to match, and how it may be called: without random numbers, first."""
+    """A copy of the model, its inputs, their dtype (float64 if that runs), and the modes, those without random numbers
+    first."""
     first: Exception | None = None
     for dtype, clone, a, k in copies(model, args, kwargs):
         if draw:
@@ -57,7 +58,7 @@ def prepared(
             if not (thorough or mode.fails or mode.random):
                 return clone, a, k, dtype, [mode]
         else:
-            modes.sort(key=lambda m: m.random)  # numbers that differ leave buffers behind that differ
+            modes.sort(key=lambda m: m.random)  # random ones last, because they leave different buffers behind
             next(m for m in modes if not m.fails).set(clone)
             return clone, a, k, dtype, modes
     assert first is not None
@@ -65,7 +66,7 @@ def prepared(
 
 
 def draw_zeros(model: nn.Module) -> None:
-    """Draw the parameters that are zero at random, in place and the same on every rank."""
+    """Draw the parameters that are all zero at random, in place and the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -75,14 +76,16 @@ def draw_zeros(model: nn.Module) -> None:
 
 
 def called(model: nn.Module, args: Any, kwargs: Any, grad: bool = False, seed: int = 0, scale: float = 1.0) -> Trial:
-    """A call that leaves the buffers as they were."""
+    """A call that restores the buffers afterwards."""
     with keeping_buffers(model):
         return Trial(model, args, kwargs, grad, seed=seed, scale=scale)
 
 
 def rounding(model: nn.Module, args: Any, kwargs: Any, expected: Trial, tolerance: float) -> dict[str, float]:
-    """The rounding of each gradient: where a model computes in a shorter type of its own, as the angles of a
-    timestep often are, a loss of another size gives other gradients."""
+    """The rounding error of each gradient, by losses at other scales.
+
+    If a model computes parts in a shorter dtype, as timestep embeddings often do, gradients depend on the scale.
+    """
     found: dict[str, float] = {}
     for scale in (3.0, 5.0, 7.0):
         for name, off in compare(called(model, args, kwargs, True, scale=scale), expected, tolerance).gradients.items():

@@ -11,14 +11,14 @@ from dsp.text import number_of
 
 @dataclass
 class Report:
-    """The findings of `check`. True if nothing is wrong; ``print(report)`` says what was compared and how far off.
+    """The findings of `check`. It is true if nothing is wrong; ``print(report)`` shows what was compared, and errors.
 
-    Every rank has it, and rank 0 prints it (a report of problems: the first rank of each mesh): on the others
-    ``str(report)`` is empty. `text` is the same on all.
+    Every rank has the report. Only rank 0 prints it (with problems: the first rank of each mesh); on other ranks
+    ``str(report)`` is empty. `text` is the same on all ranks.
 
-    output, gradients: largest relative error of the outputs, and of each parameter's and input's gradient, of all runs.
-    slices: by (stage, dim) the error of f(slice) against slice of f. calls, modes, sizes: how it was called. problems:
-    one sentence each, naming stage, dim or parameter. uncovered: what was not looked at, and why.
+    output, gradients: the largest relative error over all runs, of the outputs and of the gradient of each parameter
+    and input. slices: by (stage, dim), the error of f(slice) against the slice of f. calls, modes, sizes: how the model
+    was called. problems: one sentence each, naming stage, dim or parameter. uncovered: what was not compared, and why.
     """
 
     size: int
@@ -31,9 +31,9 @@ class Report:
     modes: list[str] = field(default_factory=list)
     sizes: list[str] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
-    advice: str = ""  # what runs whole on every rank, and what would help
-    still: set[str] | None = field(default=None, repr=False)  # what had a gradient of zeros in every run
-    silent: bool = field(default=False, repr=False, compare=False)  # on a rank that leaves it to another to print
+    advice: str = ""  # operations that run replicated, and the remedy
+    still: set[str] | None = field(default=None, repr=False)  # parameters and inputs whose gradients were always zero
+    silent: bool = field(default=False, repr=False, compare=False)  # another rank prints this report
 
     @property
     def ok(self) -> bool:
@@ -46,7 +46,7 @@ class Report:
         return "" if self.silent else self.text()
 
     def text(self) -> str:
-        """The report as text, on any rank: what was compared and how far it is off."""
+        """The report as text, on any rank: what was compared, and the errors."""
         kind = str(self.dtype).removeprefix("torch.")
         lines = [f"check over {number_of(self.size, 'rank')} in {kind}: {'ok' if self else 'NOT OK'}"]
         if self.slices:

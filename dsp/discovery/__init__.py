@@ -1,4 +1,4 @@
-"""discover: what each submodule of a model nobody annotated computes over, as a stages dict."""
+"""discover: find the dims that each submodule of a model computes over, as a stages dict."""
 
 from dsp.discovery.discover import Stages, discover
 

@@ -1,4 +1,4 @@
-"""One call of a submodule: its tensors, what it is independent along, what runs inside it."""
+"""One call of a submodule: its tensors, the dims along which it is independent, the operations inside it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dsp.plan.record import Ref
 
 @dataclass
 class Group:
-    """One dim along which a call is independent: where it lies in each tensor argument and in each output."""
+    """One dim along which a call is independent: its place in each tensor argument and in each output."""
 
-    primary: tuple[int, Cut]  # the argument and place that the search began with
+    primary: tuple[int, Cut]  # the argument, and the place in it, from which the search started
     cuts: tuple[Cut | None, ...]
     outputs: tuple[Cut, ...]
     size: int
@@ -26,10 +26,10 @@ class Group:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a submodule, the `index`-th: what a record has of it, and what a pass found.
+    """One call of a submodule, number `index` of the record, with the findings of the last pass.
 
-    params, operands: its tensor arguments; given: all tensors among its arguments; args, kwargs: copies of these, to
-    call it again; body: the operations and calls inside it, in order.
+    params, operands: its tensor arguments; given: all tensors among its arguments; args, kwargs: copies of its
+    arguments, to call it again; body: the operations and calls inside it, in order.
     """
 
     path: str
@@ -47,9 +47,9 @@ class ModuleCall:
     outputs: list[Axes] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     ops: list[GlueOp] = field(default_factory=list)
-    hides: bool = False  # takes some of its tensors inside lists and dicts, where no pattern can name them
+    hides: bool = False  # some of its tensors are inside lists and dicts, where no pattern can name them
     tested: bool = False
-    local: bool = False  # acts on each position alone: computes over one axis at most, the channels
+    local: bool = False  # acts on each position separately: computes over at most one axis, the channels
 
     @property
     def children(self) -> list[ModuleCall]:
@@ -67,7 +67,7 @@ class ModuleCall:
         return next((n for n, g in enumerate(self.groups) if g.cuts[arg] == cut), None)
 
     def slots(self) -> Iterator[tuple[int, Dim, Cut]]:
-        """Every dim of the arguments that may be sharded, and where it lies."""
+        """Every dim of the arguments that may be sharded: (argument, dim, place)."""
         for i, axes in enumerate(self.inputs):
             if self.lives[i]:
                 yield from ((i, d, c) for d, c in places(known(axes)))
@@ -79,7 +79,7 @@ class ModuleCall:
         return {d for i, d, c in self.slots() if self.group(i, c) is None}
 
     def copy(self) -> ModuleCall:
-        """This call and those inside it, of which one may drop groups."""
+        """A copy of this call and the calls inside it, whose groups may be changed."""
         return replace(self, groups=[*self.groups], body=[child.copy() for child in self.children])
 
     def walk(self) -> Iterator[ModuleCall]:
@@ -89,12 +89,12 @@ class ModuleCall:
 
 
 def known(axes: Axes) -> Axes:
-    """The dims of a tensor as far as they are known by now."""
+    """The dims of a tensor, each replaced by the atoms known so far."""
     return [atoms(axis) for axis in axes]
 
 
 def dim_at(axes: Axes, cut: Cut, size: int) -> tuple[Dim, ...] | None:
-    """The dims that a place of a tensor holds."""
+    """The dims at a place of a tensor; None if no dims fill exactly this place."""
     outer, taken = 1, []
     for d in axes[cut.dim]:
         if cut.folds <= outer and outer * d.size <= cut.folds * size:
@@ -117,7 +117,7 @@ def acts_locally(node: ModuleCall, outputs: list[tuple[int, ...]]) -> bool:
 
 
 def structure(node: ModuleCall) -> Any:
-    """The dims of a call's arguments, numbered: which are the same, which are folds."""
+    """The dims of a call's arguments as numbers: equal numbers are the same dim, several on one axis a fold."""
     numbers: dict[Dim, int] = {}
     return tuple(
         (live, tuple(tuple((numbers.setdefault(d, len(numbers)), d.size) for d in axis) for axis in known(axes)))

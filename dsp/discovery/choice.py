@@ -1,4 +1,4 @@
-"""From what the search of `discover` found to a choice: which submodules become stages."""
+"""The choice of the submodules that become stages, from the results of `discover`'s search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsp.discovery.search import Search
 
 
 class StageChoice(Folds):
-    """Which submodules become stages; those `opened` do not, but for what is inside of them."""
+    """The submodules that become stages. Those in `opened` do not; submodules inside them may."""
 
     def __init__(self, search: Search, root: ModuleCall, opened: Set[str] = frozenset()) -> None:
         self.search, self.root, self.opened = search, root.copy(), opened
@@ -25,14 +25,14 @@ class StageChoice(Folds):
         self.merged = {}
         self.own = {}
         self.choose_stages()
-        while self.settle_folds():  # what no pattern can say is not free, and the choice is made without it
+        while self.settle_folds():  # a dim that no pattern can name is not free: choose again without it
             self.choose_stages()
 
     def choose_stages(self) -> None:
         self.chosen = {}
         for child in self.root.children:
             self.visit(child)
-        # to be named in the root pattern: the main input, and those with a dim that may be sharded
+        # inputs to name in the root pattern: the main input, and those with a dim that may be sharded
         self.declared = [
             i
             for i, axes in enumerate(self.root.inputs)
@@ -51,7 +51,7 @@ class StageChoice(Folds):
                 self.choose(node)
             return
         kids = [k for k in node.children if k.live and k.tested]
-        scalar = any(not axes for axes in node.outputs)  # which no pattern can describe
+        scalar = any(not axes for axes in node.outputs)  # no pattern can describe a scalar output
         if self.as_one(node, kids) and not (scalar and kids):
             self.choose(node)
         else:
@@ -59,8 +59,11 @@ class StageChoice(Folds):
                 self.visit(k)
 
     def as_one(self, node: ModuleCall, kids: list[ModuleCall]) -> bool:
-        """Tell whether a module is one stage: what mixes positions is its own forward; or taken apart, it would not
-        leave more dims free than as one."""
+        """Tell whether a module becomes one stage.
+
+        It does if only its own forward, and no submodule, mixes positions; or if its submodules as stages would not
+        leave more dims free.
+        """
         if all(k.local for k in kids):
             return True
         if not node.free() & self.sequence:
@@ -69,17 +72,17 @@ class StageChoice(Folds):
         return any(self.refused(op) for op in node.ops if op.live) or any(k.blocked() >= blocked for k in kids)
 
     def refused(self, op: GlueOp) -> bool:
-        """Tell whether there is a sequence dim that an operation between submodules cannot run along."""
+        """Tell whether an operation between submodules cannot run with some sequence dim sharded."""
         return any(not ok for d, ok in op.accepts.items() if self.sequence & set(d.atoms()))
 
     def transparent(self, node: ModuleCall) -> bool:
-        """Tell whether glue can do all that a submodule does, along every dim along which it is independent."""
+        """Tell whether glue can run a submodule's operations along every dim where the submodule is independent."""
         free = node.free()
         ops = [op for n in node.walk() for op in n.ops if op.live]
         return all(ok for op in ops for d, ok in op.accepts.items() if free & set(d.atoms()))
 
     def choose(self, node: ModuleCall) -> None:
-        """All calls of a submodule have one pattern: keep what is free in each of them."""
+        """Choose a submodule. All its calls share one pattern, so only dims that are free in each call stay free."""
         calls = [n for n in self.calls[node.path] if n.tested]
         base = max(calls, key=lambda n: (len(n.params), -n.index))
         kept = []
@@ -99,7 +102,7 @@ class StageChoice(Folds):
 
 
 def aligned(one: ModuleCall, g: Group, two: ModuleCall, h: Group) -> bool:
-    """Tell whether two calls of a submodule are independent along the same dim of the arguments that they share."""
+    """Tell whether groups of two calls of a submodule lie along the same dims of the arguments that both have."""
 
     def at(node: ModuleCall, group: Group, param: str) -> Any:
         i = node.params.index(param)

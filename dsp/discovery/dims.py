@@ -1,9 +1,9 @@
-"""Which dim is which: the dims of a model's inputs followed through its forward, by the rules of glue.
+"""The identity of dims: follow the dims of a model's inputs through its forward, by the rules of glue.
 
-Every axis of a followed tensor is a fold of dims. What the rules of `dsp.rules` say of a sharded dim, they say of any
-dim: where it lies after the operation. A dim that an operation loses ends there, and a new one is born in its place.
-Dims turn out to be the same when they meet (two tensors added), and to be folds when a reshape takes them apart, so a
-`Dim` is a node of a union-find whose leaves are what they are known to be so far.
+Every axis of a followed tensor is a fold of dims. The rules of `dsp.rules` say where a sharded dim is after an
+operation, so they can follow any dim. If an operation loses a dim, a new one is born in its place. Two dims turn out to
+be the same when they meet (two tensors are added), and a dim turns out to be a fold when a reshape splits it. So a
+`Dim` is a node of a union-find, whose leaves are the dims as far as they are known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsp.plan.record import OperationNode, Ref
 from dsp.rules import RULES, Outcome
 from dsp.rules.call import frame_of
 
-MANY = 64  # elements of a dim
+MANY = 64  # elements of a dim, up to which a rule is tried with one element per rank
 
 
 def ranks_for(size: int) -> tuple[int, int]:
@@ -33,26 +33,26 @@ class Dim:
     order: int
     same: Dim | None = None
     parts: tuple[Dim, ...] = ()
-    apart: set[Dim] = field(default_factory=set)  # dims of one tensor, which cannot be the same
+    apart: set[Dim] = field(default_factory=set)  # other dims of the same tensor: they cannot be this dim
 
     def atoms(self) -> tuple[Dim, ...]:
-        """The dims that this one is known to consist of, itself if it is one of its own."""
+        """The dims that this dim is known to consist of; itself if it is not a fold."""
         d = self
         while d.same is not None:
             d = d.same
         return tuple(a for p in d.parts for a in p.atoms()) if d.parts else (d,)
 
 
-Axes = list[tuple[Dim, ...]]  # for each axis the dims it folds, outermost first; none for sizes 0 and 1
+Axes = list[tuple[Dim, ...]]  # for each axis the dims folded in it, outermost first; () for sizes 0 and 1
 
 
 class Dims:
-    """All dims of a model. What is born at a place of the record is the same dim whenever that is followed."""
+    """All dims of a model. A dim born at a place of the record is the same dim in every pass."""
 
     def __init__(self) -> None:
         self.births: dict[Any, Dim] = {}
-        self.axes: dict[int, Axes] = {}  # of the tensors that are followed, by their numbers in the record
-        self.live: set[int] = set()  # those computed from the inputs whose dims are to be sharded
+        self.axes: dict[int, Axes] = {}  # the dims of followed tensors, by the tensors' numbers in the record
+        self.live: set[int] = set()  # the followed tensors that are computed from inputs to be sharded
         self.changes = 0
 
     def born(self, key: Any, size: int) -> tuple[Dim, ...]:
@@ -61,12 +61,12 @@ class Dims:
         return self.births[key, size].atoms()
 
     def split(self, dim: Dim, outer: int) -> None:
-        """This dim is a fold, of which the outer part has size `outer`."""
+        """Note that this dim is a fold whose outer part has size `outer`."""
         dim.parts = tuple(Dim(size, dim.order, apart=set(dim.apart)) for size in (outer, dim.size // outer))
         self.changes += 1
 
     def unify(self, one: tuple[Dim, ...], two: tuple[Dim, ...]) -> bool:
-        """Two folds of the same size are the same; False where that cannot be."""
+        """Note that two folds of the same size are the same; return False if they cannot be."""
         one, two = atoms(one), atoms(two)
         while one and two:
             a, b = one[0], two[0]
@@ -89,7 +89,7 @@ class Dims:
         return True
 
     def fill(self, shape: Sequence[int], found: list[tuple[Cut, tuple[Dim, ...]]], key: Any) -> Axes:
-        """The axes of a tensor in which dims were found, with new dims where none was; what overlaps is the same."""
+        """The axes of a tensor with these dims found in it. Gaps get new dims; dims that overlap are unified."""
         axes: Axes = []
         for d, size in enumerate(shape):
             if size == 0:
@@ -119,14 +119,14 @@ class Dims:
         return axes
 
     def claim(self, t: Ref, cut: Cut, dims: tuple[Dim, ...], key: Any) -> None:
-        """A followed tensor turns out to have these dims there."""
+        """Note that a followed tensor has these dims at `cut`."""
         axes = self.axes_of(t)
         if axes is not None:
             found: list[tuple[Cut, tuple[Dim, ...]]] = [(c, (d,)) for d, c in places(axes)]
             self.follow(t, self.fill(t.shape, [*found, (cut, dims)], key), self.is_live(t))
 
     def axes_of(self, t: Ref) -> Axes | None:
-        """The dims of a followed tensor."""
+        """The dims of a followed tensor; None for a tensor that is not followed."""
         axes = self.axes.get(t.number)
         return None if axes is None else [atoms(axis) for axis in axes]
 
@@ -141,7 +141,7 @@ class Dims:
         (self.live.add if live else self.live.discard)(t.number)
 
     def between(self, dim: Dim, start: int, end: int) -> tuple[Dim, ...]:
-        """The part of a fold that spans [start, end) of it, as products of sizes."""
+        """The part of a fold from `start` to `end`, both given as products of the sizes of outer dims."""
         at, taken = 1, []
         pending = list(dim.atoms())
         while pending:
@@ -164,7 +164,7 @@ def atoms(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def places(axes: Axes) -> Iterator[tuple[Dim, Cut]]:
-    """Every dim of a tensor, and where it lies."""
+    """Every dim of a tensor, with its place."""
     for d, axis in enumerate(axes):
         outer = 1
         for dim in axis:
@@ -174,7 +174,8 @@ def places(axes: Axes) -> Iterator[tuple[Dim, Cut]]:
 
 @dataclass
 class GlueOp:
-    """One operation on followed tensors: for each of their dims, whether it can run with that dim sharded."""
+    """One operation on followed tensors. accepts: for each of their dims, whether the operation can run with that dim
+    sharded."""
 
     live: bool
     accepts: dict[Dim, bool]
@@ -187,7 +188,7 @@ class Follower:
         self.dims = dims
 
     def operation(self, node: OperationNode) -> GlueOp | None:
-        """The dims of an operation's results, by its rule; None of one that reads nothing that is followed."""
+        """Follow dims to an operation's results, by its rule; None if the operation reads no followed tensor."""
         if all(self.dims.axes_of(t) is None for t in node.operands):
             return None
         if RULES.get(node.name) in _RESHAPES and len(node.results) == 1:
@@ -209,16 +210,16 @@ class Follower:
     def along(
         self, dim: Dim, node: OperationNode, carriers: Mapping[int, Cut]
     ) -> tuple[bool, list[tuple[Cut, tuple[Dim, ...]]]]:
-        """(True if an operation runs along a dim, where that comes to lie in the results): in a second place of them
-        it is a dim of its own."""
-        # on n ranks, one element of the dim on each: every structure fits. Some rules look at each of the ranks
+        """(whether an operation runs with a dim sharded, the places of that dim in the results). If the results have
+        it twice, the second place gets a new dim."""
+        # n ranks with one element each fit every structure; long dims are tried on few ranks: rules may loop over them
         n, odd = (dim.size, max(dim.size - 1, 1)) if dim.size <= MANY else ranks_for(dim.size)
         outcome, uneven = outcome_of(node, carriers, n), outcome_of(node, carriers, odd)
         tried = [outcome]
         if outcome is not None:
-            for i, cut in outcome.narrow.items():  # whole, and it has the dim, too
+            for i, cut in outcome.narrow.items():  # a replicated operand that has the dim, too
                 self.dims.claim(node.operands[i], cut, (dim,), ("op", node.index))
-        elif len(carriers) > 1:  # q @ k.T: the dim of either appears in its own place
+        elif len(carriers) > 1:  # as in q @ k.T: each operand's dim has its own place in the result
             tried = [outcome_of(node, {i: cut}, n) for i, cut in carriers.items()]
         cuts = dict.fromkeys(o.cut for o in tried if o is not None and o.cut is not None)
         return outcome is not None and uneven is not None, [
@@ -227,7 +228,7 @@ class Follower:
         ]
 
     def take_apart(self, axes: Axes, new: Sequence[int]) -> None:
-        """A reshape that cuts through a dim shows that it is a fold."""
+        """Split the dims that a reshape cuts through: the reshape shows that they are folds."""
         for mark in itertools.accumulate(new, lambda a, b: a * b):
             at = 1
             for dim in [d for axis in axes for d in axis]:
@@ -238,7 +239,7 @@ class Follower:
 
 
 def outcome_of(node: OperationNode, cuts: Mapping[int, Cut | None], n: int) -> Outcome | None:
-    """The rule's outcome on n ranks; None where it refuses, as it does what it was not made for."""
+    """The rule's outcome on n ranks; None if the rule refuses or fails, as it may on operands it does not expect."""
     try:
         return frame_of(node, cuts, n).outcome()
     except Exception:

@@ -1,15 +1,15 @@
-"""discover: what each submodule of a model nobody annotated computes over, as a stages dict.
+"""discover: find the dims that each submodule of a model computes over, as a stages dict.
 
-1. A copy of the model runs once on the example inputs, and is recorded: its operations, and the calls of submodules
-   that they are in (`dsp.discovery.recording`).
+1. A copy of the model runs once on the example inputs. The record has its operations, and the submodule calls that
+   contain them (`dsp.discovery.recording`).
 2. Passes over the record follow every dim of the inputs, by the rules that will run on shards (`dsp.discovery.dims`).
-   So a submodule's tensors arrive with dims that are known to be the same, or folds.
-3. Each submodule is called again on slices of its own inputs (`dsp.slices`): along which dims, sliced in which of its
-   tensors, is f(slice) the slice of f? What it returns carries these dims on (`dsp.discovery.search`).
-4. Reshapes and meetings show what dims are; a pass follows another until it shows nothing new.
-5. Top-down, the largest submodules that leave a dim free become stages; what acts on each position alone, by
-   operations that glue can run, stays glue (`dsp.discovery.choice`, `patterns`).
-6. Plans have the last word: a stage that costs more than its parts, as smaller stages or as glue, is taken apart.
+   So it is known which dims of a submodule's tensors are the same, and which are folds.
+3. Each submodule is called again on slices of its own inputs (`dsp.slices`), to find the dims, and the tensors to slice
+   together, for which f(slice) is the slice of f. Its outputs carry these dims on (`dsp.discovery.search`).
+4. Reshapes show folds, and dims that meet are the same; passes are repeated until they show nothing new.
+5. Top-down, the largest submodules that leave a dim free become stages. Submodules that act on each position
+   separately, by operations that glue can run, stay glue (`dsp.discovery.choice`, `patterns`).
+6. Plans decide last: a stage that costs more than its parts, as smaller stages or as glue, is taken apart.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ONE = "for these inputs' batch of one: pass two samples for stages that take any
 
 
 class Stages(dict[str, str]):
-    """Submodule pattern to stage string; prints as python, ready to paste, with what was not verified as comments."""
+    """Submodule pattern to stage string. It prints as Python code, with comments on what was not verified."""
 
     notes: Sequence[str] = ()
 
@@ -72,35 +72,35 @@ def discover(
     seed: int = 0,
     progress: bool | None = None,
 ) -> dict[str, str]:
-    """Find out what each submodule of `model` computes over: the stages for `parallelize`, `plan` and `check`.
+    """Find the dims that each submodule of `model` computes over: the stages for `parallelize`, `plan` and `check`.
 
-    args, kwargs: example inputs of its forward, real tensors, small, with at least two of everything that may grow
-    (samples, frames, tokens); sizes that differ make the result easiest to read. One sample will do for stages that
-    take no more. The tensor with the most dims, the first of these, is taken for the sequence; its first dim for the
-    batch if the model is independent along it. Only dims that are sharded are named in the root pattern. ``print``
-    shows the dict as python.
+    args, kwargs: example inputs of its forward: small real tensors with at least two of everything that may grow
+    (samples, frames, tokens). Sizes that all differ make the result easiest to read. One sample is enough if stages
+    need not take more. The tensor with the most dims (the first such) counts as the sequence, and its first dim as the
+    batch if the model is independent along it. The root pattern names only dims that are sharded. ``print`` shows the
+    dict as Python code.
 
-    How dims are told apart: not by their size but by following them from the inputs through every operation between
-    submodules, by the rules that glue runs by; only dims of tensors that come another way are matched by size, and
-    then by the test. How independence is tested: f(slice) == slice of f, for uneven slices, on a copy of the model in
-    float64, in train mode, with random parameters (so that no zero-initialised gate hides anything); numbers that a
-    submodule draws are sliced, too. The model, its buffers and the random state are left as they were.
+    Dims are identified not by size, but by following them from the inputs through every operation between submodules,
+    by the rules of glue. Only dims of tensors that cannot be followed are matched by size, and then tested.
+    Independence is tested as f(slice) == slice of f, for uneven slices, on a copy of the model in float64, in train
+    mode, with random parameters (so that no zero-initialised gate hides anything); random numbers that a submodule
+    draws are sliced, too. The model, its buffers and the random state are left as they were.
 
-    What becomes a stage is decided by plans for one sample of these inputs, on two ranks and on four: first as little
-    work as possible is left undivided, then as few bytes as possible are sent. Lengths in proportion to the real ones
-    make it the right choice for those.
+    Plans for one sample of these inputs, on two ranks and on four, decide which submodules become stages: first as
+    little work as possible is replicated, then as few bytes as possible are sent. The choice is right for real lengths
+    in the same proportions.
 
-    A model or inputs on the meta device may have their real sizes. There are no numbers to test then: a submodule is
-    independent along a dim where the rules of glue say so of each operation in it, and on a slice it makes the same
-    ones. What has no rule counts as computed over.
+    A model or inputs on the meta device may have their real sizes. As there are no numbers to test, a submodule counts
+    as independent along a dim if the rules of glue say so for each operation in it, and if on a slice it makes the same
+    operations. A submodule with an operation without a rule counts as computing over the dim.
 
-    Of layers that are alike, equal in class, configuration and sizes, and called with tensors alike, two run, and
-    plans are made with two. ``print`` says of both what was not verified, which `check` does.
+    Among layers that are alike (in class, configuration and sizes, called with tensors of the same shapes) two run, and
+    plans are made with two. ``print`` names what was not verified for either reason; `check` verifies it.
 
-    progress: whether to say on stderr how far it is, in one line that moves; by default on a terminal.
+    progress: whether to report progress on stderr, in one line that is overwritten; by default on a terminal.
 
-    Raises ValueError when the inputs do not tell enough, or when nothing is left to shard; `GlueError` when an
-    operation outside any submodule cannot run on shards. Takes some dozen forwards per submodule.
+    Raise ValueError if the inputs do not tell enough, or if no dim is left to shard; `GlueError` if an operation
+    outside any submodule cannot run on shards. The search takes some dozen forwards per submodule.
     """
     kwargs = dict(kwargs or {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
@@ -110,7 +110,7 @@ def discover(
     bare = any(t.is_meta for t in tensors)
     world = World(model, args, kwargs, data=True, own=tensors)
     with world, Moving("discover", progress) as line, torch.random.fork_rng(devices=cuda):
-        for thin in (True, False):  # where layers are not what was taken for granted: all run
+        for thin in (True, False):  # if skipped layers turn out not to be alike, all layers run
             randomness.seed(seed)
             planned, search, root = _searched(model, (args, kwargs), (bare, thin), seed, line.say)
             if search.repeats.kept(root):
@@ -124,7 +124,10 @@ def discover(
 def _searched(
     model: nn.Module, given: tuple[Any, Any], how: tuple[bool, bool], seed: int, tell: Callable[[str], None]
 ) -> tuple[nn.Module, Search, ModuleCall]:
-    """A copy to plan with, and the search. how: whether there are no data, and whether to skip layers alike."""
+    """A copy of the model to plan with, the search, and its root call.
+
+    how: whether tensors have no data, and whether to skip layers that are alike.
+    """
     (bare, thin), planned = how, Skeleton(lambda t: t, {}, ()).of(model)
     with torch.no_grad():
         mode, copy, own = _without_data(model, given) if bare else _randomised(model, *given)
@@ -141,17 +144,17 @@ def _searched(
 
 
 def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwargs: Any) -> Stages:
-    """The stages, those taken apart of which the plan is better without: as smaller stages, or as glue."""
+    """The stages with the cheapest plans: a stage is taken apart, into smaller stages or glue, if plans get cheaper."""
     inputs = {b.param: b.tensor.numel() * b.tensor.element_size() for b in search.signature.bind(args, kwargs)[1]}
 
     def cost(stages: Stages) -> tuple[float, int]:
-        """The part of all work that every rank does again, in hundredths, and the bytes sent."""
+        """The share of work that is replicated, rounded to hundredths, and the bytes sent."""
         search.tell(f"{number_of(len(stages) - 1, 'pattern')} of stages, planned")
         found = stages_of(model, stages)
         plans = [plan_stages(model, *found, args, kwargs, Goal(n, batch=False)) for n in SIZES]
         alone = sum(p.flops_alone for p in plans)
         sent = sum(sum(p.bytes.values()) for p in plans)
-        for p in plans:  # only the first layer finds its input whole: others would have to gather it, and back
+        for p in plans:  # an input left replicated suits the first layer only: later ones would gather and split
             sent += sum(2 * inputs[k] * (p.size - 1) // p.size for k, cut in p.script.inputs.items() if cut is None)
         return round(sum(p.flops_whole for p in plans) / alone, 2) if alone else 1.0, sent
 
@@ -162,7 +165,7 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
     except (NotationError, GlueError) as reason:
         text = f"discover found\n{stages}\nbut between these stages: {reason.args[0]}"
         raise type(reason)(text).with_traceback(reason.__traceback__) from None
-    except Exception as reason:  # a forward that looks at its data is planned as it runs
+    except Exception as reason:  # a forward that reads its data cannot be planned ahead
         log.info("discover: not planned ahead: %s", reason)
         return Stages(patterns.everywhere())
     better = True
@@ -176,9 +179,9 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
             try:
                 apart = Patterns(search, root, patterns.opened | group)
                 price = cost(Stages(apart.stages()))
-            except (ValueError, GlueError):  # its parts have no patterns
+            except (ValueError, GlueError):  # the parts have no patterns
                 continue
-            # what runs whole must earn that it is named: more than a thousandth of the bytes
+            # a stage that runs replicated is kept only if it saves more than a thousandth of the bytes
             least = (price[0], price[1] * 0.999) if group <= idle and best[0] < 1 else price
             if least < best:
                 best, patterns, better = price, apart, True
@@ -195,7 +198,7 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
 
 
 def one_sample(search: Search, root: ModuleCall, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The example inputs with a batch of one, where no plan can shard it."""
+    """The example inputs with a batch of one, so that no plan can shard the batch."""
     n = root.group(search.main, Cut(0))
     if n is None or not search.batch:
         return args, kwargs
@@ -205,7 +208,7 @@ def one_sample(search: Search, root: ModuleCall, args: Any, kwargs: Any) -> tupl
 
 
 def _inspect(args: Any, kwargs: Any) -> None:
-    """Inputs that cannot tell are refused."""
+    """Raise ValueError for inputs from which dims cannot be found."""
     tensors = tensors_in((args, kwargs))
     if not tensors:
         raise ValueError("discover needs example inputs: the tensors that the model's forward takes, as args or kwargs")
@@ -224,7 +227,7 @@ def _inspect(args: Any, kwargs: Any) -> None:
 
 
 def _without_data(model: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
-    """A copy in train mode on tensors without data, such inputs, and what they live in."""
+    """The fake tensor mode, a copy of the model in train mode, and inputs, all without data."""
     mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
 
     def fake(t: Tensor) -> Tensor:
@@ -235,7 +238,8 @@ def _without_data(model: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
 
 
 def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, nn.Module, Any]:
-    """A copy in train mode with random parameters, and inputs that hide nothing by being alike."""
+    """An empty context, a copy of the model in train mode with random parameters, and inputs varied at random, so that
+    equal elements hide no dependence."""
     first: Exception | None = None
     for _, clone, a, k in copies(model, args, kwargs):
         clone.train()
@@ -245,7 +249,7 @@ def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, nn.Modul
                 for p in clone.parameters():
                     if inexact(p):
                         p.copy_(torch.randn_like(p) / max(1, p[0].numel() if p.ndim > 1 else 1) ** 0.5)
-            else:  # a forward that takes roots or logarithms: stay near what the model holds
+            else:  # for a forward that takes roots or logarithms: stay near the model's own parameters
                 ra, rk = a, k
                 for p, q in zip(clone.parameters(), model.parameters()):
                     if inexact(p):
@@ -271,6 +275,6 @@ def _vary(t: Tensor) -> Tensor:
         return t + torch.randn_like(t)
     if t.dtype == torch.bool and t.numel() > 1 and (t == t.flatten()[0]).all():
         varied = torch.rand(t.shape, device=t.device) < 0.5
-        varied.select(-1, 0).fill_(True)  # a mask leaves something to see in every row
+        varied.select(-1, 0).fill_(True)  # every row of a mask keeps at least one position
         return varied
     return t

@@ -1,4 +1,4 @@
-"""The dims of stages as a pattern may name them: which lie side by side always, and which folds can be opened."""
+"""The dims of stages as patterns may name them: dims that are always adjacent, and folds that can be opened."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 from dsp.discovery.calls import ModuleCall, known
 from dsp.discovery.dims import Dim, places
 
-Item = tuple[Dim, int | None]  # a dim of a tensor, and the number of the free group it belongs to
-Row = list[list[Item]]  # a tensor: for each axis the dims it folds
+Item = tuple[Dim, int | None]  # a dim of a tensor, and the number of its free group (None: not free)
+Row = list[list[Item]]  # a tensor: for each axis the dims folded in it
 Chain = tuple[Dim, ...]
 
 
 class Symbol(NamedTuple):
-    """The dims with one name in a pattern: they lie side by side; and the groups they are free in (none: computed)."""
+    """Adjacent dims that share one name in a pattern, and the groups in which they are free (none: computed over)."""
 
     dims: Chain
     groups: tuple[int, ...]
 
 
 class Folds:
-    """The dims of a model's inputs, of which `declared` have a pattern, and of the submodules `chosen` as stages."""
+    """The dims of a model's `declared` inputs, which have a pattern, and of the submodules `chosen` as stages."""
 
     root: ModuleCall
     declared: list[int]
     chosen: dict[str, ModuleCall]
-    own: dict[ModuleCall, dict[Dim, Dim]]  # dims of a stage that are not the same in each of its calls
+    own: dict[ModuleCall, dict[Dim, Dim]]  # replacements for dims that differ between a stage's calls
     merged: dict[ModuleCall, list[tuple[int, ...]]]
 
     def rows(self, node: ModuleCall) -> tuple[list[Row], list[Row]]:
@@ -47,7 +47,7 @@ class Folds:
         return inputs, outputs
 
     def chain(self) -> None:
-        """Dims that never part are one dim: find for each the whole that it belongs to."""
+        """Find, for each dim, the chain of dims from which it is never separated: a chain counts as one dim."""
         every = [[(d, False) for d in axis] for i in self.declared for axis in known(self.root.inputs[i])]
         for node in self.chosen.values():
             for row in itertools.chain(*self.rows(node)):
@@ -85,7 +85,7 @@ class Folds:
         return found
 
     def symbols(self, node: ModuleCall, axis: list[Item]) -> list[Symbol]:
-        """The names of an axis: each free dim has its own, computed dims in between share one."""
+        """The named units of an axis: each free dim has a name of its own, computed dims in between share one."""
         found: list[Symbol] = []
         for is_free, run in itertools.groupby(axis, lambda item: item[1] is not None):
             items = list(run)
@@ -104,9 +104,9 @@ class Folds:
         return found
 
     def settle_folds(self) -> bool:
-        """A fold can be opened if all its sizes but one are known: elsewhere its parts are one dim, free or not.
+        """Merge the dims of folds that cannot be opened: a fold can be opened if at most one of its sizes is unknown.
 
-        Returns whether something that was free is no longer.
+        Return True if a dim that was free no longer is: merged dims are all free or all not free.
         """
         dropped = False
         while True:
@@ -137,12 +137,12 @@ class Folds:
 
 
 def adjacent(some: list[Any], axis: list[Any]) -> bool:
-    """Tell whether dims are next to each other in an axis, each of a group."""
+    """Tell whether dims are adjacent in an axis and all free."""
     return axis[axis.index(some[0]) :][: len(some)] == some and all(s.groups for s in some)
 
 
 def kept_together(groups: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Tell whether every output has these groups in a row."""
+    """Tell whether every output has these groups adjacent, in this order."""
     runs = [[g for _, g in line] for row in outputs for line in row]
     return sum(contains(run, groups) for run in runs) == len(outputs)
 

@@ -1,4 +1,4 @@
-"""The chosen stages as text: names for their dims, a pattern for each, repeated blocks as one."""
+"""The chosen stages as text: names for their dims, a pattern for each stage, one entry for repeated blocks."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ class Patterns(StageChoice):
         return {"": self.render_root(), **self.collapse(self.texts, {n.path for n in self.root.walk()})}
 
     def everywhere(self) -> dict[str, str]:
-        """`stages`, those in layers that were skipped named as well."""
+        """The result of `stages`, extended to the stages in layers that were skipped."""
         repeats, called = self.search.repeats, {n.path for n in self.root.walk()}
         texts = {path: self.texts[ran] for path, ran in repeats.everywhere(self.texts).items()}
         return {"": self.render_root(), **self.collapse(texts, set(repeats.everywhere(called)))}
 
     def repeated(self) -> list[frozenset[str]]:
-        """The paths of the stages, those of repeated blocks together."""
+        """The paths of the stages, grouped by repeated blocks."""
         found: dict[Any, set[str]] = {}
         for path, text in self.texts.items():
             found.setdefault((role(path), text), set()).add(path)
         return [frozenset(paths) for paths in found.values()]
 
     def name(self) -> None:
-        """Labels for the dims of the model's own inputs and for those that stages are sharded along."""
+        """Choose labels for the dims of the model's own inputs, and for the dims along which stages may be sharded."""
         self.labels: dict[Chain, str] = {}
         free = self.sequence | {d for node in self.chosen.values() for d in node.free()}
         self.name_main(free)
         for c in (c for i in self.declared for axis in known(self.root.inputs[i]) for c in self.units(axis)):
             if c not in self.labels:
                 self.labels[c] = fresh(POOL if set(c) & free else CHANNELS, self.labels.values())
-        roles: dict[Any, str] = {}  # of dims that no input has, the same in all repeated blocks
+        roles: dict[Any, str] = {}  # labels of dims that no input has, the same in all repeated blocks
         for path, node in self.chosen.items():
             rows = itertools.chain(*self.rows(node))
             free_symbols = [s for row in rows for axis in row for s in self.symbols(node, axis) if s.groups]
@@ -63,7 +63,7 @@ class Patterns(StageChoice):
                     self.labels[s.dims] = roles.setdefault((role(path), n), fresh(POOL, self.labels.values()))
 
     def name_main(self, free: Set[Dim]) -> None:
-        """Labels for the dims of the main input: b, c, and letters for the sequence dims by how many there are."""
+        """Choose labels for the dims of the main input: b, c, and letters for the sequence dims by their number."""
         main = known(self.root.inputs[self.search.main])
         units = [(n, c) for n, axis in enumerate(main) for c in self.units(axis)]
         for _, c in units:
@@ -79,7 +79,7 @@ class Patterns(StageChoice):
             self.labels[c] = label
 
     def units(self, axis: tuple[Dim, ...]) -> list[Chain]:
-        """The names of an axis of the model's own inputs: a fold if the axis can be opened."""
+        """The named units of an axis of the model's own inputs: several if the axis is a fold that can be opened."""
         wholes = self.wholes(axis)
         return wholes if len(wholes) < 2 or all(c in self.sizes for c in wholes) else [axis]
 
@@ -105,7 +105,7 @@ class Patterns(StageChoice):
                     names.append(called(s.groups or s.dims, self.labels.get(s.dims), pool))
                     if not s.groups:
                         computed.add(names[-1])
-                if not names and n in ones:  # a dim of size 1 was not tested
+                if not names and n in ones:  # a dim of size 1, which was not tested
                     names.append(called(("one", n), None, LENGTHS))
                     computed.add(names[-1])
                 axes.append(tuple(names))
@@ -132,7 +132,7 @@ class Patterns(StageChoice):
         texts, sizes, lists = [], {}, set[str]()
         for i in self.declared:
             param = self.root.params[i]
-            if (of := self.search.lists.get(param)) is not None:  # one pattern for all items
+            if (of := self.search.lists.get(param)) is not None:  # one pattern for all items of a list
                 if of in lists:
                     continue
                 lists.add(of)
@@ -142,7 +142,7 @@ class Patterns(StageChoice):
                 names = [self.labels[c] for c in self.units(axis)]
                 if i == self.search.main:
                     if not names:
-                        names = [fresh("b" if n == 0 else LENGTHS, taken)]  # of size 1: one sample
+                        names = [fresh("b" if n == 0 else LENGTHS, taken)]  # a dim of size 1, such as one sample
                         taken.add(names[0])
                     if len(names) == 1:
                         sizes[n, self.root.shapes[i][n], len(self.root.shapes[i])] = names[0]
@@ -152,7 +152,7 @@ class Patterns(StageChoice):
         return ", ".join(texts) + (" -> " + ", ".join(results) if results and all(results) else "")
 
     def render_output(self, outs: Any, sizes: Mapping[tuple[int, int, int], str], taken: Set[str]) -> str:
-        """The dims of an output of the model: those of its inputs by their names, others by new ones."""
+        """The names of a model output's dims: those of input dims, and new names for other dims."""
         names: list[str] = []
         for n, axis in enumerate(known(outs)):
             whole = tuple(dict.fromkeys(e for d in axis for e in self.chains.get(d, (d,))))
@@ -164,7 +164,7 @@ class Patterns(StageChoice):
         return " ".join(names)
 
     def collapse(self, texts: Mapping[str, str], called: Set[str]) -> dict[str, str]:
-        """Repeated blocks under one pattern, where all that it matches of the modules `called` agree."""
+        """One entry for repeated blocks, if all `called` modules that its pattern matches have the same text."""
         found: dict[str, str] = {}
         covered: set[str] = set()
         for path, text in texts.items():
@@ -189,7 +189,7 @@ class Patterns(StageChoice):
 
 
 def role(path: str) -> str:
-    """The same for repeated blocks."""
+    """The path with numbers replaced, so that repeated blocks have the same role."""
     return re.sub(r"\d+", "*", path)
 
 

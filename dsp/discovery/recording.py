@@ -1,4 +1,4 @@
-"""The record of a forward with all its operations, those inside of submodules too, and the calls they are in."""
+"""The record of a forward with all operations, inside submodules too, and the calls that contain them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dsp.traits import Traits, traits
 
 
 class Recording(Between):
-    """Writes the record of what runs while it is entered."""
+    """A mode that records operations and calls while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recorder = Recorder(1, {})
-        self.nodes: list[Any] = self.recorder.record.nodes  # operations, and calls; each call has its own
+        self.nodes: list[Any] = self.recorder.record.nodes  # top-level operations and calls; each call has a `body`
         self.open: list[ModuleCall] = []
         self.calls = 0
 
@@ -36,12 +36,12 @@ class Recording(Between):
         return out
 
     def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor hides another, and its shape: no rule knows what becomes of it."""
+        """Record an operation without a rule: under a transform a tensor hides another one and its shape."""
         self.recorder.record.nodes.append(WholeNode(operands=[], error=unrunnable(traits(func))))
         return func(*args, **kwargs)
 
     def enter(self, module: nn.Module, signature: Signature, args: Any, kwargs: Any) -> None:
-        """A module is called."""
+        """Note that a module is called."""
         self.asleep = True
         bound = signature.bind(args, kwargs)[1]
         operands, given = self.refs(b.tensor for b in bound), self.refs(tensors_in((args, kwargs)))
@@ -54,7 +54,7 @@ class Recording(Between):
         self.recorder.record.nodes = self.open[-1].body
 
     def leave(self, output: Any) -> None:
-        """The module entered last returned."""
+        """Note that the module entered last returned."""
         call = self.open.pop()
         call.results = self.refs(tensors_in(output))
         outer = self.open[-1].body if self.open else self.nodes
@@ -65,7 +65,7 @@ class Recording(Between):
 def record_of(
     model: nn.Module, args: Any, kwargs: Any, modules: Iterable[nn.Module], signature: Callable[[nn.Module], Signature]
 ) -> ModuleCall:
-    """The call of a model, and within it those of `modules`, each bound by its signature."""
+    """The recorded call of a model, with the calls of `modules` inside it, arguments bound by their signatures."""
     recording = Recording()
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Layers alike: of a deep model two of each kind run, and the others hand on what they are given."""
+"""Repeated layers: two of each kind run, and the others return their arguments."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ KEPT = 2
 
 
 class Repeats:
-    """The layers of a model that are skipped, and the paths of those that run in their place.
+    """The skipped layers of a model, and for each the path of the layer that represents it.
 
-    A list of layers is a ModuleList or a Sequential; those of one `fingerprint` are alike if each is called once, with
-    tensors of one shape, and returns such as it was given. They are skipped in place, in `model` and in `others`,
-    copies of it, where they share the parts of one that runs.
+    A list of layers is a ModuleList or a Sequential. Its layers with one `fingerprint` are alike if each is called
+    once, with tensors of the same shapes, and returns tensors of the shapes that it was given. They are skipped in
+    place, in `model` and in its copies `others`; there they share the submodules of a layer that runs.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Repeats:
                 for path, layer in group[KEPT:]:
                     self.first[path] = first
                     skip(layer, like)
-                    for other in others:  # without parts of its own, which nobody calls
+                    for other in others:  # drop the copy's own submodules, which are never called
                         copy = other.get_submodule(path)
                         copy.__dict__.update(other.get_submodule(first).__dict__)
                         skip(copy, like)
 
     def everywhere(self, paths: Iterable[str]) -> dict[str, str]:
-        """The paths, each with itself, and those alike in layers that are skipped, with the one that ran."""
+        """Each path mapped to itself, and the same paths in skipped layers mapped to the path that ran."""
         found = {path: path for path in paths}
-        for layer, first in sorted(self.first.items(), key=lambda pair: -pair[0].count(".")):  # the innermost first
+        for layer, first in sorted(self.first.items(), key=lambda pair: -pair[0].count(".")):  # innermost first
             for path, ran in list(found.items()):
                 if path == first or path.startswith(first + "."):
                     found[layer + path[len(first) :]] = ran
@@ -79,7 +79,7 @@ class Repeats:
         return lines
 
     def kept(self, root: ModuleCall) -> bool:
-        """Tell whether the layers that stand for others hand on each dim where it was, as the skipped ones do."""
+        """Tell whether layers that represent skipped ones keep each dim in its place, as the skipped ones do."""
         firsts = set(self.first.values())
         for node in root.walk():
             if node.path in firsts:
@@ -90,7 +90,7 @@ class Repeats:
 
 
 def layers(model: nn.Module) -> dict[Any, list[tuple[str, nn.Module]]]:
-    """The layers of each list, in groups of those that are alike, by their paths."""
+    """The layers of each list with their paths, in groups of one list and fingerprint."""
     groups: dict[Any, list[tuple[str, nn.Module]]] = {}
     for path, parent in model.named_modules():
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
@@ -101,11 +101,12 @@ def layers(model: nn.Module) -> dict[Any, list[tuple[str, nn.Module]]]:
     return groups
 
 
-Passed = tuple[Any, tuple[int, ...], Any]  # what a layer was given, which of it has the shape of each result, and how
+# a layer's call: shapes and dtypes of its arguments, the argument like each result, the structure of the output
+Passed = tuple[Any, tuple[int, ...], Any]
 
 
 def passed(args: Any, kwargs: Mapping[str, Any], output: Any) -> Passed | None:
-    """The description of a layer's call; None if its results do not look like its arguments."""
+    """The description of a layer's call; None if a result has no argument of its shape and dtype."""
     given = [(tuple(t.shape), t.dtype) for t in tensors_in((args, kwargs))]
     leaves, how = pytree.tree_flatten(output)
     left, places = list(range(len(given))), list[int]()
@@ -120,11 +121,11 @@ def passed(args: Any, kwargs: Mapping[str, Any], output: Any) -> Passed | None:
 
 
 class Skipped:
-    """A layer that returns what it is given."""
+    """A layer that returns its arguments."""
 
 
 def skip(layer: nn.Module, like: Passed) -> None:
-    """Let a layer return what it is given; it keeps its parts and attributes, which nobody calls."""
+    """Make a layer return its arguments; it keeps its submodules and attributes, which are no longer called."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
@@ -134,7 +135,7 @@ def skip(layer: nn.Module, like: Passed) -> None:
 
 
 def runs(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are called: those within skipped layers are not."""
+    """The modules that are called: all but skipped layers and the modules inside them."""
     if not isinstance(model, Skipped):
         yield model
         for child in model.children():

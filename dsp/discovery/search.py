@@ -1,4 +1,4 @@
-"""The search of `discover`: runs of a model in which dims are followed and every submodule is called on slices."""
+"""The search of `discover`: passes over a model's record that follow dims and call every submodule on slices."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ log = logging.getLogger("dsp")
 
 
 PASSES = 6
-COMBINATIONS = 64  # ways to slice the tensors of one call along one dim
+COMBINATIONS = 64  # choices of slices that are tried for one dim of one call
 ANY = StagePattern("", (), (), False)
-INPUTS = StagePattern("", (), (), False, root=True)  # the items of lists, too
+INPUTS = StagePattern("", (), (), False, root=True)  # binds the items of lists, too
 
 
 class Search:
-    """Passes over the record of a model, which follow dims and test every submodule."""
+    """Passes over the record of a model that follow dims and test every submodule."""
 
     def __init__(
         self, model: nn.Module, given: tuple[Any, Any], seed: int, repeats: Repeats, probe: type[Probe],
@@ -54,7 +54,7 @@ class Search:
         self.signature = Signature(model, INPUTS, "")
         self.known: dict[Any, list[Group]] = {}
         self.alike: dict[Any, list[Group]] = {}
-        self.probes: dict[int, Probe] = {}  # of calls, by index
+        self.probes: dict[int, Probe] = {}  # by the index of the call
         self.start = time.monotonic()
         bound = self.signature.bind(args, kwargs)[1]
         self.lists = {b.param: b.param.partition("[")[0] for b in bound if isinstance(b.slot, tuple)}
@@ -93,7 +93,7 @@ class Search:
         return self.root
 
     def widen(self) -> None:
-        """Inputs that share a sequence dim with the main one are to be sharded, too."""
+        """Mark inputs that share a sequence dim with the main input: they are to be sharded, too."""
         inputs = self.root.inputs
         wanted = {d for i in self.live for axis in inputs[i] for d in atoms(axis)} & self.sequence(self.root)
         for i, axes in enumerate(inputs):
@@ -101,7 +101,7 @@ class Search:
                 self.live.add(i)
 
     def sequence(self, root: ModuleCall) -> set[Dim]:
-        """Sequence dims: those along which some module with parameters is independent; the batch aside."""
+        """Sequence dims: the dims, without the batch, along which some module with parameters is independent."""
         found: set[Dim] = set()
         for node in root.walk():
             if node.live and node.tested and any(True for _ in node.module.parameters()):
@@ -119,7 +119,7 @@ class Search:
         self.call(self.root, inside=False)
 
     def call(self, node: ModuleCall, inside: bool) -> None:
-        """Follow a call. inside: whether it is part of one that acts on each position alone, and is not tested."""
+        """Follow a call. inside: it is inside a call that acts on each position separately, so it is not tested."""
         self.enter(node, inside)
         node.ops = []
         for one in node.body:
@@ -155,7 +155,7 @@ class Search:
                 dim = self.dim_of(node, g)
                 if dim is None or k >= len(g.outputs):
                     continue
-                if taken & set(dim):  # one dim in two operands, sliced apart: two dims in the output
+                if taken & set(dim):  # one dim in two operands that are sliced separately: two dims in the output
                     dim = self.dims.born(("apart", node.index, n), g.size)
                 taken |= set(dim)
                 self.dims.claim(t, g.outputs[k], dim, ("out", node.index, k))
@@ -163,7 +163,7 @@ class Search:
         node.outputs = [self.dims.axes_of(t) or [] for t in node.results]
 
     def keep_names(self, node: ModuleCall, t: Ref) -> None:
-        """Keep the names of axes that the rules lost inside, where input and output have one shape."""
+        """Identify an output's axes with those of an input of the same shape, if rules lost them inside the call."""
         mine, passed = self.dims.axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
         for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
             if live and shape == t.shape:
@@ -186,7 +186,7 @@ class Search:
         if look not in self.known:
             given = describe(*pytree.tree_flatten((node.args, node.kwargs)))
             kind = (fingerprint(node.module, buffers=True), look[1], given)
-            if kind in self.alike:  # a block like another: true along the same dims, or along fewer
+            if kind in self.alike:  # a repeated block: independent along the same dims, or along fewer of them
                 for g in self.alike[kind]:
                     outputs = probe.independent(g.cuts, g.size)
                     if outputs is not None:
@@ -201,7 +201,7 @@ class Search:
         self.tell(f"{number_of(self.runs, 'run')} of submodules, at {node.path or 'the model'}")
 
     def explore(self, node: ModuleCall, probe: Probe) -> None:
-        """Every dim of its tensors that the call is independent along."""
+        """Find every dim of its tensors along which the call is independent."""
         taken: set[tuple[int, Cut]] = set()
         for arg, dim, cut in node.slots():
             if (arg, cut) in taken:
@@ -218,7 +218,7 @@ class Search:
     def ways(
         self, node: ModuleCall, arg: int, dim: Dim, cut: Cut, taken: set[tuple[int, Cut]]
     ) -> Iterable[tuple[Cut | None, ...]]:
-        """The ways to slice the tensors of a call together along a dim of one of them, the likeliest first."""
+        """The choices of places to slice in a call's tensors, for a dim of one of them; the likeliest first."""
         options: list[list[Cut | None]] = []
         for i, axes in enumerate(node.inputs):
             slots = [(d, c) for d, c in places(known(axes)) if (i, c) not in taken]
@@ -234,7 +234,7 @@ class Search:
             yield tuple(o[x] for o, x in zip(options, way))
 
     def inside(self, node: ModuleCall, arg: int, size: int, taken: set[tuple[int, Cut]]) -> list[Cut]:
-        """The places where a dim of `size` may lie in an argument, judged by sizes alone."""
+        """The places of an argument that may hold a dim of `size`, by sizes alone."""
         found = []
         for d, c in places(known(node.inputs[arg])):
             if (arg, c) in taken or d.size % size or (node.lives[arg] and d.size != size):
@@ -245,7 +245,8 @@ class Search:
     def unambiguous(
         self, node: ModuleCall, probe: Probe, choice: tuple[Cut | None, ...], arg: int, dim: Dim, at: Cut
     ) -> None:
-        """A tensor matched by size and test alone must not pass the test another way, unless folded as its partner."""
+        """Raise ValueError if a tensor matched by size passes the test at two places, unless its axis is folded as the
+        partner's."""
         for i, cut in enumerate(choice):
             if i == arg or cut is None or any(d is dim for d, _ in places(known(node.inputs[i]))):
                 continue
@@ -263,13 +264,14 @@ class Search:
                     )
 
     def find_batch(self) -> tuple[Dim, ...]:
-        """The first dim of the main input, if the model is independent along it: in eval mode will do.
+        """The batch: the first dim of the main input, if the model is independent along it, in eval mode at least.
 
-        Or if no submodule singles it out: what computes over every dim, such as a norm over the batch, does not.
+        The dim also counts as batch if no submodule computes over it while leaving other dims free: a submodule that
+        computes over every dim, such as a norm over the batch, is no evidence.
         """
         root = self.root
         axis = known(root.inputs[self.main])[0]
-        if not axis:  # of one sample nothing is sharded
+        if not axis:  # a batch of one is never sharded
             return ()
         single = [n for n in root.walk() if n.tested and n is not root and axis[0] in n.blocked() and n.groups]
         if root.group(self.main, Cut(0)) is not None or not single:

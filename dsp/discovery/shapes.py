@@ -1,9 +1,10 @@
-"""The slice test where there are no numbers: by the rules of glue, on tensors that have a shape alone.
+"""The slice test without numbers: by the rules of glue, on tensors that only have a shape.
 
-The rules say of an operation with one operand sharded what each rank computes of its part, and `test_prover.py`
-holds them to slices of the whole. So a submodule is independent along a dim if on a slice it makes the same operations
-of the same numbers, and each of them gives its part by its rule alone: nothing narrowed, no rows, no sums of others.
-Whatever has no rule, or counts in lengths of its own, is computed over: that costs a layout, and is never wrong.
+For an operation with sharded operands, a rule says what each rank computes from its shard; `test_prover.py` compares
+the rules with slices of full results. So a submodule is independent along a dim if on a slice it makes the same
+operations with the same constants, and if by its rule each operation makes its shard locally: nothing narrowed, no
+rows or sums from other ranks. An operation that has no rule, or uses a length as a number, counts as computing over
+the dim: that may cost a layout, and is never wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Cuts = Sequence[Cut | None]
 
 
 class Step(NamedTuple):
-    """One operation of the whole call, where its operands are cut, and what its rule says of that."""
+    """One operation of the full call, the cuts of its operands, and the outcome of its rule."""
 
     node: OperationNode
     cuts: Cuts
@@ -34,13 +35,13 @@ class Step(NamedTuple):
 
 
 class Call(Recording):
-    """The record of one call by itself: what it reads, its operations, and what it returns."""
+    """The record of one call by itself: its inputs, operations and outputs."""
 
     inputs: list[Ref]
     outputs: list[Ref]
 
     def steps(self, cuts: Cuts, n: int) -> tuple[list[Step], list[Cut]] | None:
-        """The way of a cut into n parts through the call, and where its results are cut; None if it is lost."""
+        """The steps of a call cut into n parts, and the cuts of its results; None if an operation loses the cut."""
         at = {t.number: cut for t, cut in zip(self.inputs, cuts)}
         steps = []
         for node in self.nodes:
@@ -54,12 +55,12 @@ class Call(Recording):
 
 
 def carried(node: Any, cuts: Cuts, n: int) -> Outcome | None:
-    """The rule's outcome for operands cut so, if that gives each part by itself; None if not."""
+    """The rule's outcome for operands in these cuts, if each part is computed locally; None if not."""
     if not isinstance(node, OperationNode):
         return None
     if not any(cuts):
         return Outcome(None)
-    if (node.in_place and cuts[0] is None) or "out" in node.kwargs:  # a part written into what is whole
+    if (node.in_place and cuts[0] is None) or "out" in node.kwargs:  # a shard written into a replicated tensor
         return None
     found = outcome_of(node, dict(enumerate(cuts)), n)
     if found is None or found.narrow or found.rows or found.numbers or found.deal or found.reduce is not None:
@@ -68,7 +69,7 @@ def carried(node: Any, cuts: Cuts, n: int) -> Outcome | None:
 
 
 class Shapes(Probe):
-    """`Probe` of a call whose tensors have no data."""
+    """A `Probe` of a call whose tensors have no data."""
 
     def recorder(self) -> Any:
         return Call()
@@ -80,7 +81,7 @@ class Shapes(Probe):
         return found, constants
 
     def independent(self, cuts: Cuts, size: int) -> list[Cut] | None:
-        """Where each output carries the dim that `cuts` point at in the inputs; None if the rules do not show that."""
+        """The place in each output of the dim that is at `cuts` in the inputs; None if the rules do not show it."""
         n = ranks_for(size)[0]
         if (found := self.draws.steps(cuts, n)) is None:
             return None
@@ -91,28 +92,28 @@ class Shapes(Probe):
             _, constants = self.run(args, kwargs, part)
             alike = constants == self.constants and len(part.outputs) == len(places) and len(part.nodes) == len(steps)
             return places if alike and all(is_part(*pair, n) for pair in zip(part.nodes, steps)) else None
-        except Exception:  # what does not run on a slice is not independent, for whatever reason
+        except Exception:  # a call that fails on a slice, for whatever reason, is not independent
             return None
 
 
 def is_part(node: Any, step: Step, n: int) -> bool:
-    """Tell whether a node is a step on one of n parts: the same operation of the same numbers, of parts of tensors."""
+    """Tell whether a node is a step on one of n parts: the same operation and constants, on parts of its tensors."""
     whole, outcome = step.node, step.outcome
     if not isinstance(node, OperationNode) or node.name != whole.name:
         return False
     if outcome.args is None and outcome.kwargs is None and numbers(node) != numbers(whole):
-        return False  # a length that is counted
+        return False  # a constant that depends on the length
     results = [outcome.cut] * len(whole.results)
     return are_parts(node.operands, whole.operands, step.cuts, n) and are_parts(node.results, whole.results, results, n)
 
 
 def numbers(node: OperationNode) -> Any:
-    """All that an operation is called with, but the tensors."""
+    """The arguments of an operation without its tensors."""
     return replaced(node.args, node.kwargs, repeat(None))
 
 
 def are_parts(own: Sequence[Ref], whole: Sequence[Ref], cuts: Cuts, n: int) -> bool:
-    """Tell whether tensors have the shapes of one of n parts of others."""
+    """Tell whether tensors have the shapes of one of n parts of the tensors `whole`."""
     shapes = [list(t.shape) for t in whole]
     for shape, cut in zip(shapes, cuts):
         if cut is not None:

@@ -1,4 +1,4 @@
-"""Sequence parallelism inside a module: the methods that DSP is compared with, to the same standards.
+"""Sequence parallelism inside a module: the methods with which DSP is compared, built to the same standards.
 
 An embedded method keeps the sequence sharded along one dim throughout, and communicates inside the stages that compute
 over that dim. Everything else is as in DSP: glue, entry, losses on shards, the gradient convention, the plan.

@@ -1,8 +1,8 @@
-"""Attention to one block of keys, with what is needed to add up several: its log-sum-exp, and a backward that takes it.
+"""Attention to one block of keys: its output and log-sum-exp, by which blocks are added up, and its backward.
 
 The softmax over all keys is a mean of the softmaxes over blocks, weighted by exp(lse_block - lse_all). The gradient of
-a block needs only the output and the lse of all blocks together: p = exp(q k - lse_all), as in FlashAttention (Dao et
-al., arXiv 2205.14135).
+a block needs only the total output and the total lse, over all blocks: p = exp(q k - lse_all), as in FlashAttention
+(Dao et al., arXiv 2205.14135).
 
 Letters: b batch, n queries, m keys of the block, h heads, g heads of keys and values, e channels of a head.
 """
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two outputs (b n h e) with their lse (b h n), over keys of their own, as one."""
+    """Combine two outputs (b n h e) over different keys, each with its lse (b h n)."""
     total = torch.logaddexp(lse, more_lse)
     old, new = ((x - total).exp().transpose(1, 2).unsqueeze(-1) for x in (lse, more_lse))
     return out * old + more * new, total
@@ -44,9 +44,9 @@ def block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor
 def block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of one block in the gradients of q, k and v, in fp32 at least.
+    """The contribution of one block to the gradients of q, k and v, in fp32 at least.
 
-    `grad` and `out` (b n h e) and `lse` (b h n) are of all blocks together.
+    `grad` and `out` (b n h e) and `lse` (b h n) are those of all blocks together.
     """
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     q, k, v = _heads_first(q, k, v)
@@ -55,7 +55,7 @@ def block_backward(
     if kind == "cpu":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
     elif kind == "flash":
-        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
+        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout, which is unused
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none[0]
         )
@@ -79,7 +79,7 @@ def block_backward(
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(b h n e) of each; a head of keys again for each query head that shares it."""
+    """q, k and v as (b h n e), with a head of keys and values repeated for each query head that shares it."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -94,7 +94,7 @@ def _logits(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _kernel(q: Tensor) -> str:
-    """Which of PyTorch's kernels that give an lse takes q (b h n e); "math" where none does."""
+    """The name of a PyTorch kernel that returns an lse and accepts q (b h n e); "math" if none does."""
     if q.device.type == "cpu":
         return "cpu"
     half = q.dtype in (torch.float16, torch.bfloat16)

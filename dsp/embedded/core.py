@@ -1,4 +1,4 @@
-"""Cores: what inside a stage goes from place to place, as softmax attention does, and how a method gets hold of it."""
+"""Cores: submodules of a stage that mix places, such as softmax attention, and how a method replaces their forward."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ AGAIN: ContextVar[RankPart | None] = ContextVar("dsp_again", default=None)
 
 
 def place_of_call() -> RankPart | None:
-    """Where the running stage call stands, in its recomputation too; None outside of a parallelized model.
+    """The place of the running stage call, in its recomputation too; None outside a parallelized model.
 
-    Activation checkpointing within a stage's hooks (train.py) recomputes the stage in backward, where no hook tells.
+    An activation checkpoint inside a stage's hooks, as in train.py, recomputes the stage in backward without the hooks.
     """
     place = current_place() or AGAIN.get()
     if place is None and backward_pass() != -1:
@@ -50,10 +50,10 @@ def place_of_call() -> RankPart | None:
 
 
 class Distributed:
-    """A submodule of a stage whose forward a method replaces while its stage is sharded. `dsp.methods.Inside`."""
+    """A `StageMethod`: a submodule of a stage, whose forward a method replaces while the stage is sharded."""
 
     label = ""
-    cut = 0  # numbers of its weights that are cut over ranks
+    cut = 0  # number of weight elements that are sharded over ranks
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
@@ -65,15 +65,15 @@ class Distributed:
         return 1.0
 
     def run(self, place: RankPart, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The module's output for this rank's part of its inputs; `forward` is the module's own."""
+        """The module's output for this rank's shard of its inputs; `forward` is the module's own."""
         raise NotImplementedError
 
     def alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The output for whole inputs, in a call outside of the parallelized model."""
+        """The output for full inputs, in a call outside the parallelized model."""
         return forward(*args, **kwargs)
 
     def install(self, axis: Axis) -> None:
-        """Replace the module's forward, once: models that share it (training and sampling) each have their stages."""
+        """Replace the module's forward, once, even if several models (for training and sampling) share the module."""
         own = self.module.__dict__.get("forward")
         if isinstance(own, _Forward):
             if type(own.inside) is not type(self):
@@ -95,16 +95,16 @@ class _Forward:
 
 
 class AttentionCore(Distributed):
-    """Softmax attention of queries, keys and values that are ready, each (batch, place, heads, channels).
+    """Softmax attention of queries, keys and values, each (batch, place, heads, channels).
 
     Its pattern, in the stage notation, computes over the places and names the heads: "(b t) [s] (g r) [e], (b t) [s] g
-    [e], (b t) [s] g [e] -> (b t) [s] (g r) [e]". Parameters it has are the same for all heads; `causal` is True if no
-    place sees a later one.
+    [e], (b t) [s] g [e] -> (b t) [s] (g r) [e]". The module's parameters are the same for all heads; its attribute
+    `causal` is True if no place sees a later one.
     """
 
     @classmethod
     def of(cls, core: Stage, stage: Stage, along: str) -> AttentionCore:
-        """The module that runs this core by the method."""
+        """An instance that runs this core by the method."""
         return cls(core, stage, along)
 
     def __init__(self, core: Stage, stage: Stage, along: str) -> None:
@@ -144,11 +144,11 @@ class AttentionCore(Distributed):
         dim, switch, within = self.grid.factors(sizes, n)
         if within == 1:
             return CommBytes()
-        own = len(q) // sizes[dim] * chunk_sizes(sizes[dim], switch)[0]  # the batch of attention has t in it
+        own = len(q) // sizes[dim] * chunk_sizes(sizes[dim], switch)[0]  # attention's batch is (b t)
         return self.price(q[:own], k[:own], v[:own], self.grid.parts(sizes, n))
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> CommBytes:
-        """The bytes that the busiest rank sends where each rank has its part of the places."""
+        """The traffic of the busiest rank; parts: the number of places on each rank."""
         raise NotImplementedError
 
     def run(self, place: RankPart, forward: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
@@ -156,11 +156,11 @@ class AttentionCore(Distributed):
             return forward(*args, **kwargs)
         q, k, v = self.bind(args, kwargs)
         rows = q.shape[1]
-        if place.own == 0:  # one dummy row, which no other rank may see
+        if place.own == 0:  # drop the dummy row: no other rank may see it
             q, k, v = (x[:, :0] for x in (q, k, v))
         y = self.attend(place, forward, q, k, v)
         return y if y.shape[1] == rows else torch.cat([y, y.new_zeros(len(y), rows, *y.shape[2:])], 1)
 
     def attend(self, place: RankPart, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(b n h e) of this rank's places -> (b n h e)."""
+        """Attention for this rank's places: q (b n h e), k and v (b n g e) -> (b n h e)."""
         raise NotImplementedError

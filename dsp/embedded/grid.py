@@ -1,13 +1,13 @@
-"""DSP on more ranks than a dim has places: N = N1 · N2, a switch over N1 of them and heads or a ring over N2.
+"""DSP on more ranks than a dim has places: N = N1 · N2, a switch over N1 ranks and Ulysses or a ring over N2.
 
-A stage that computes over s is sharded along t under DSP, and t may be shorter than N: 16 frames on 32 ranks. Between
-the stages the activation, of M bytes, lies along s on all N ranks; for such a stage it is switched to t among N1 of
-them, and N2 share the s of a frame, over which attention then reaches:
+Under DSP a stage that computes over s is sharded along t, and t may be shorter than N: 16 frames on 32 ranks. Between
+stages the activation, of M bytes, is sharded along s over all N ranks. For such a stage, groups of N1 ranks switch it
+to t, and N2 ranks share the s of a frame; attention spans these N2 ranks:
 
     rank r = i2 · N1 + i1        outside: part r of s        inside: part i1 of t, and the s that N1 ranks had together
 
-The two switches of a stage (paper, equation 10) send 2 M/N, of which (N1-1)/N1 travel, as DSP's do; the attention
-inside what Ulysses or a ring sends on N2 ranks. On N2 = 1 it is DSP, on N1 = 1 the method inside alone.
+The two switches of a stage (paper, equation 10) send 2 M/N, of which (N1-1)/N1 travel, as in DSP. Attention inside
+sends what Ulysses or a ring sends on N2 ranks. With N2 = 1 this is DSP, with N1 = 1 the inner method.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dsp.stages import Stage, cut_for
 
 @cache
 def switch_ranks(n: int, size: int) -> int:
-    """N1: the most ranks, of those that divide n, over which a dim of `size` is dealt and none has nothing."""
+    """N1: the largest divisor of n such that each of N1 ranks has a chunk of a dim of `size` that is not empty."""
     return next(d for d in range(min(n, size), 0, -1) if n % d == 0 and chunk_sizes(size, d)[-1])
 
 
 class Factors(NamedTuple):
-    """How n ranks share a stage: N1 = `switch` the dim `dim`, and N2 = `within` the one that it computes over."""
+    """How n ranks share a stage: N1 = `switch` ranks share the dim `dim`, N2 = `within` the dim computed over."""
 
     dim: str
     switch: int
@@ -42,17 +42,17 @@ class Factors(NamedTuple):
 
 
 class GridBlock(NamedTuple):
-    """One rank's view of a stage call: the parts that are exchanged."""
+    """One rank's view of a stage call: the group of ranks among which it switches, and their parts."""
 
-    ranks: tuple[int, ...]  # N1 of them, among whom it is switched
-    across: tuple[int, ...]  # what each of these has of `dim` inside
-    along: tuple[int, ...]  # and of the dim that the stage computes over, outside
-    own: int  # which of them this rank is
+    ranks: tuple[int, ...]  # the N1 ranks of the group
+    across: tuple[int, ...]  # inside the stage: each rank's part of `dim`
+    along: tuple[int, ...]  # outside: each rank's part of the dim that the stage computes over
+    own: int  # this rank's position in the group
     factors: Factors
 
 
 class Grid:
-    """A stage whose dim `along` lies on all ranks, run on N1 x N2 of them. `dsp.methods.Around`."""
+    """A stage whose dim `along` is sharded over all ranks outside, run on N1 x N2 ranks. A `StageWrapper`."""
 
     label = "switch"
     cut = 0
@@ -79,7 +79,7 @@ class Grid:
         return chunk_sizes(sizes[dim], switch)[0] / sizes[dim] * self.parts(sizes, n)[0] / sizes[self.along]
 
     def parts(self, sizes: Mapping[str, int], n: int) -> tuple[int, ...]:
-        """The part of the computed dim that each of N2 ranks holds."""
+        """The size of the computed dim on each of the N2 ranks."""
         switch, own = self.factors(sizes, n).switch, chunk_sizes(sizes[self.along], n)
         return tuple(sum(own[i : i + switch]) for i in range(0, n, switch))
 
@@ -102,7 +102,7 @@ class Grid:
         return inside, [self.received(block, axis.group, sizes, x) for x in given]
 
     def received(self, block: GridBlock, group: str, sizes: Mapping[str, int], x: Received) -> Received:
-        """A tensor as the stage gets it: switched; gathered along s if it has no t; cut along t if it has no s."""
+        """A tensor as the stage gets it: switched; gathered along s if it has no t; narrowed along t if it has no s."""
         dim, n1, _ = block.factors
         across = cut_for(x.pattern, x.shape, dim, sizes)
         if across is None and x.cut is None:
@@ -119,14 +119,14 @@ class Grid:
         fine, (i, *rest) = factor(x.shape, (x.cut,) if across is None else (x.cut, across))
         along = _scaled(block.along, fine[i] // sizes[self.along])
         fine[i] = along[own]
-        if across is None:  # every rank of the block is sent the same
+        if across is None:  # every rank of the group is sent the same
             spread = x.local.reshape(1, *fine).expand(n1, *fine)
             local = torch.ops.dsp.switch_among(spread, i + 1, 0, along, (1,) * n1, block.ranks, group)
         else:
             (j,) = rest
             parts = _scaled(block.across, fine[j] // sizes[dim])
             local = torch.ops.dsp.switch_among(x.local.reshape(fine), i, j, along, parts, block.ranks, group)
-            if across.dim == x.cut.dim and outer > across.folds:  # of a fold (t s)
+            if across.dim == x.cut.dim and outer > across.folds:  # a fold (t s)
                 outer = outer // sizes[dim] * block.across[own]
         return x._replace(local=local.reshape(shape), cut=Cut(x.cut.dim, outer))
 
@@ -142,7 +142,7 @@ class Grid:
     def returned(
         self, block: GridBlock, group: str, sizes: Mapping[str, int], pattern: TensorPattern, x: Tensor
     ) -> Tensor:
-        """The results of a stage, brought back along the dim that the stage computes over."""
+        """A result of a stage, switched back to the dim that the stage computes over."""
         dim, along = block.factors.dim, self.along
         held = {**sizes, dim: block.across[block.own], along: max(sum(block.along), 1)}
         made, axes = list(x.shape), {pattern.axis_of(dim), pattern.axis_of(along)}
@@ -161,7 +161,7 @@ class Grid:
         fine, (i, j) = factor(shape, cuts)
         there, back = _scaled(block.along, fine[i] // sizes[along]), _scaled(block.across, fine[j] // sizes[dim])
         fine[i], fine[j] = fine[i] // sizes[along] * held[along], back[block.own]
-        x = x.reshape(fine).narrow(i, 0, sum(there))  # without the dummy row, if it is all there is
+        x = x.reshape(fine).narrow(i, 0, sum(there))  # drops a dummy row
         x = torch.ops.dsp.switch_among(x, j, i, back, there, block.ranks, group)
         return x.reshape(sized({**sizes, along: block.along[block.own]}))
 
@@ -171,12 +171,12 @@ class Grid:
         return 1.0
 
     def sends(self, args: Any, kwargs: Any, along: str | None, sizes: Mapping[str, int], n: int) -> CommBytes:
-        """The busiest rank's traffic before and after the stage, which checkpoints of the stage do not repeat."""
+        """The busiest rank's traffic before and after the stage; a checkpoint of the stage does not repeat it."""
         dim, n1, _ = self.factors(sizes, n)
         if along != self.along or n1 == 1:
             return CommBytes()
         blocks = [self.block(sizes, n, rank) for rank in range(n)]
-        there = [b.along[b.own] * (sizes[dim] - b.across[b.own]) for b in blocks]  # s x t, of a channel
+        there = [b.along[b.own] * (sizes[dim] - b.across[b.own]) for b in blocks]  # elements s x t per channel
         back = [b.across[b.own] * (sum(b.along) - b.along[b.own]) for b in blocks]
         spread = [b.along[b.own] * (n1 - 1) for b in blocks]
         reduced = [sum(b.along) - b.along[b.own] for b in blocks]
@@ -207,5 +207,5 @@ class Grid:
 
 
 def _scaled(parts: Sequence[int], inner: int) -> tuple[int, ...]:
-    """Parts of a dim that others are folded into: (t b), and not (b t)."""
+    """The parts of a dim, times the size of dims folded inside it: `b` in (t b)."""
     return tuple(part * inner for part in parts)

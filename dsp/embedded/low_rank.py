@@ -1,12 +1,12 @@
 """Ring Self-Attention's sparse form (Li et al., arXiv 2105.13120): Linformer's keys and values, added up over ranks.
 
-Linformer (Wang et al., arXiv 2006.04768) attends to r weighted sums of all keys and of all values, with a learned
-weight for each place. A rank weighs and adds its own; the sums of all ranks come together in one all-reduce of 2 r g e
-numbers a sample, in fp32 at least, and one in backward. That does not grow with the length, and queries stay.
+Linformer (Wang et al., arXiv 2006.04768) attends to r weighted sums of all keys and of all values, with learned weights
+for each place. A rank adds up its own places. One all-reduce of 2 r g e numbers a sample, in fp32 at least, adds the
+ranks' sums in forward, and one in backward. This traffic does not grow with the length, and queries are not sent.
 
-Where DSP's switch shares the ranks (`dsp.embedded.grid`), each sends its sums to those that have the same frames.
+Within DSP's switch (`dsp.embedded.grid`) a rank sends its sums to the ranks that have the same frames.
 
-The weights are used on every rank, each for its own places, so that their gradients are averaged as ever.
+Each rank uses the weights of its own places, so gradients of weights are averaged over ranks as usual.
 
 Letters: b batch, n places of this rank, r sums, h heads, g heads of keys and values, e channels of a head.
 """
@@ -26,11 +26,11 @@ from dsp.methods import CommBytes, Peers, RankPart
 
 
 def low_rank_attention(q: Tensor, k: Tensor, v: Tensor, core: Any, size: int, group: str) -> Tensor:
-    """Attention to sums over places that are sharded: what travels are the sums.
+    """Attention to sums over sharded places: only the sums are sent.
 
     q (b n h e), k and v (b n g e): this rank's `torch.chunk` of `size` places -> (b n h e). ``core.project(k, v, start,
-    size)`` takes the keys and values of the places from `start` on and returns what they add to the sums, (b r g e)
-    each; ``core.attend(q, k, v)`` takes the queries and the sums. `group` is the name of a process group.
+    size)`` takes the keys and values of the places from `start` on and returns their contributions to the sums, (b r g
+    e) each; ``core.attend(q, k, v)`` takes the queries and the sums. `group` is the name of a process group.
     """
     n, rank = ranks(group)
     return _attention(q, k, v, core, Peers.all(size, n), rank, lambda x: torch.ops.dsp.all_reduce(x, group))
@@ -43,20 +43,20 @@ def _attention(
     own = torch.stack(core.project(k, v, start, sum(peers.parts)))
     wide = torch.promote_types(own.dtype, torch.float32)
     sums = add_up(own.to(wide)).to(own.dtype)
-    if not q.shape[1]:  # no places here: nothing asks for the sums, and their gradient is zero
+    if not q.shape[1]:  # without places the sums are not used, and their gradient is zero
         return q + sums.flatten()[:0].sum()
     return core.attend(q, *sums.unbind())
 
 
 def _add_up_among(x: Tensor, peers: Sequence[int], group: str) -> Tensor:
-    """An all-reduce among some ranks of a group: each sends what it has to all of them."""
+    """An all-reduce among some ranks of a group: each sends its tensor to all of them."""
     ones = (1,) * len(peers)
     spread = x.expand(1, len(peers), *x.shape)
     return torch.ops.dsp.switch_among(spread, 0, 1, ones, ones, peers, group).sum((0, 1))
 
 
 class LowRank(AttentionCore):
-    """For a core with the `project` and `attend` of `low_rank_attention`, and `rows`, which is r."""
+    """The method for cores that have the `project` and `attend` of `low_rank_attention`, and `rows`, which is r."""
 
     label = "ring (all-reduce)"
 

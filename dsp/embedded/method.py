@@ -1,4 +1,4 @@
-"""The methods by name: which stages a model then has, what communicates inside them; parallelize and plan with it."""
+"""The methods by name: the stages of a model under each, and the communication inside them; parallelize and plan."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ Prepared = tuple[list[Stage], StagePattern | None]
 
 
 def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[..., Prepared]:
-    """A method that makes attention over one dim `along` reach over all ranks, for models that name their cores.
+    """A method whose attention over one dim `along` spans all ranks, for models that name their cores.
 
-    switched: over some of the ranks, and DSP's switch over the others.
+    switched: attention spans some of the ranks, and DSP's switch the others (`dsp.embedded.grid`).
     """
 
     def prepare(model: nn.Module, along: str | None = None) -> Prepared:
@@ -67,7 +67,7 @@ def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[...
 
 
 def megatron_sp(model: nn.Module, along: str | None = None) -> Prepared:
-    """Weights cut, activations sharded along one dim: an all-gather before each region, a reduce-scatter after it."""
+    """Sharded weights, activations sharded along one dim: an all-gather before each region, a reduce-scatter after."""
     stages, root = stages_of(model, None)
     regions = _regions("megatron_sp", model, stages)
     if along is None:
@@ -84,7 +84,7 @@ def megatron_sp(model: nn.Module, along: str | None = None) -> Prepared:
 
 
 def megatron_lm(model: nn.Module) -> Prepared:
-    """Weights cut, activations whole on every rank: an all-reduce after each region, and in its backward."""
+    """Sharded weights, replicated activations: an all-reduce after each region, and in its backward."""
     stages, root = stages_of(model, None)
     for stage in stages:
         stage.whole = True
@@ -94,7 +94,7 @@ def megatron_lm(model: nn.Module) -> Prepared:
 
 
 def dap(model: nn.Module) -> Prepared:
-    """FastFold's dynamic axial parallelism: DSP with the layouts that FastFold chose, which the model has as `dap`."""
+    """FastFold's dynamic axial parallelism: DSP with FastFold's layouts, which the model has as its stages `dap`."""
     stages = getattr(model, "dap", None)
     if stages is None:
         raise ValueError(
@@ -112,7 +112,7 @@ def _cores(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[Stage, Stage
 
 
 def _along(label: str, along: str | None, found: Sequence[tuple[Stage, Stage]]) -> str:
-    """The dim that stays sharded: the one asked for, or the only one that the cores compute over."""
+    """The dim that stays sharded: `along`, or the only dim that the cores compute over."""
     dims = {dim for core, stage in found for dim in core.pattern.computed & stage.pattern.computed}
     if along is None and len(dims) == 1:
         return next(iter(dims))
@@ -123,7 +123,7 @@ def _along(label: str, along: str | None, found: Sequence[tuple[Stage, Stage]]) 
 
 
 def _regions(label: str, model: nn.Module, stages: Sequence[Stage]) -> list[tuple[Region, Stage]]:
-    """The modules whose linear layers a model lets be cut, each with its stage."""
+    """The modules with linear layers that the model names for sharding, each with its stage."""
     named = getattr(model, "tensor_parallel", None)
     if not named:
         raise ValueError(
@@ -171,10 +171,10 @@ def parallelize(
 ) -> nn.Module:  # fmt: skip
     """`dsp.parallelize` with another method, one of `METHODS` ("dsp" is DSP itself); in place, and returned.
 
-    The model takes and returns what it does under DSP, and its gradients are averaged as there. It names its attention
-    cores in a dict `cores` beside `stages`; `along=` chooses the dim that stays sharded where they leave a choice.
-    `wire`, `route` and `overlap` are of DSP's own switches: what is exchanged inside stages is exact, direct and waited
-    for. Raises ValueError for a method that does not fit the model.
+    Inputs, outputs and the average of gradients are those of DSP. The model names its attention cores in a dict `cores`
+    beside `stages`; `along=` chooses the dim that stays sharded if the cores compute over several. `wire`, `route` and
+    `overlap` apply to DSP's own switches only: exchanges inside stages are exact, direct and not overlapped. Raise
+    ValueError for a method that does not fit the model.
     """
     refuse_overlap(overlap)
     mesh, route = Route.along(mesh, route)
@@ -215,10 +215,10 @@ def plan(
     overlap: int | str | Hardware | None = None,
     **options: Any,
 ) -> Plan:
-    """`dsp.plan` with another method; its bytes count what is sent inside the stages.
+    """`dsp.plan` with another method; its bytes include the traffic inside stages.
 
-    recompute: every stage is recomputed in backward, not only those that are checkpoints as they are, and what it
-    sends inside is sent again, unless `save_exchanges` keeps it. The other arguments are those of `dsp.plan` and
+    recompute: backward recomputes every stage, not only those that already are checkpoints, and repeats the traffic
+    inside it, unless `save_exchanges` keeps the exchanged tensors. The other arguments are those of `dsp.plan` and
     `parallelize`.
     """
     stages, root = prepare(model, method, options)
@@ -230,7 +230,7 @@ def plan(
 
 
 def save_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """A `context_fn` for torch.utils.checkpoint: what was exchanged inside a stage is kept, the rest recomputed."""
+    """A `context_fn` for torch.utils.checkpoint: tensors exchanged inside a stage are kept, the rest is recomputed."""
     return create_selective_checkpoint_contexts(_policy)
 
 

@@ -1,16 +1,17 @@
-"""Causal attention between ranks that all do as much: a pair of blocks is the work of one of the two that hold them.
+"""Causal attention with equal work on all ranks: a pair of blocks is computed by one of the two ranks that hold them.
 
-Rank i holds block i of queries and of keys. If keys went round, as in a ring, the last rank would have N blocks to
-compute where the first has one. So N/2 turns take the place of N - 1 hops (after Li et al., arXiv 2310.03294): in turn
-d each rank meets the block d places before its own, counted round. If that one is earlier, keys and values come here;
-if it is later, its queries do, and their output goes back, with its log-sum-exp. In the last turn of an even N each
-pair is two ranks' work at once: one takes the first half of the queries, the other the rest.
+Rank i holds block i of queries and of keys. If only keys travelled, as in a ring, the last rank would compute N blocks
+and the first rank one. Instead of N - 1 hops there are N/2 turns (after Li et al., arXiv 2310.03294). In turn d each
+rank meets the block of the rank d places before it, modulo N. If that block is earlier, its keys and values are sent
+here. If it is later, its queries are sent here, and their output goes back, with its log-sum-exp. In the last turn of
+an even N two ranks share each pair: one takes the first half of the queries, the other the rest.
 
     N = 5     rank 0    rank 1    rank 2    rank 3    rank 4          (i j): queries of block i, keys of block j
     turn 1    (4 0)     (1 0)     (2 1)     (3 2)     (4 3)
     turn 2    (3 0)     (4 1)     (2 0)     (3 1)     (4 2)
 
-Places stay where they are, whatever they are embedded or rotated by. Ranks without places, the last ones, take no part.
+The order of places is unchanged, so position embeddings need no change. The last ranks may have no places; they take no
+part.
 
 Letters: b batch, n places of this rank, h heads, g heads of keys and values, e channels of a head.
 """
@@ -30,7 +31,7 @@ from dsp.private import _resolve_process_group
 
 
 class Hop:
-    """Tensors on their way to one rank while those of another arrive in `rooms`; `wait` gives these."""
+    """Tensors sent to rank `to` while those of rank `origin` arrive in `rooms`; `wait` returns the rooms, filled."""
 
     def __init__(self, send: Sequence[Tensor], to: int, rooms: Sequence[Tensor], origin: int, group: str) -> None:
         self.sent, self.rooms = [x.contiguous() for x in send], rooms
@@ -44,11 +45,11 @@ class Hop:
 
 
 class Turn(NamedTuple):
-    """One turn of a rank, among those that hold something, by their places among the peers.
+    """One turn of a rank. Ranks are given by position among the peers that hold places.
 
-    to: to whom its block goes; origin: whose block comes; keys_go, keys_come: whether it is keys and values, or else
-    queries; gone, come: how many queries then; kept: the first of its own that meet the keys which come; keys: how many
-    places `origin` holds.
+    to: the rank to which its block is sent; origin: the rank whose block arrives; keys_go, keys_come: keys and values
+    are sent or arrive, instead of queries; gone, come: the number of queries sent or received; kept: the first of its
+    own queries that meet the arriving keys; keys: the number of places on `origin`.
     """
 
     to: int
@@ -62,13 +63,13 @@ class Turn(NamedTuple):
 
 
 def turns(parts: Sequence[int], rank: int) -> list[Turn]:
-    """The turns of one of the ranks that hold these parts, of which the last may be empty."""
+    """The turns of a rank, for ranks that hold these parts; the last parts may be empty."""
     n = sum(part > 0 for part in parts)
     if rank >= n:
         return []
     found = []
     for d in range(1, n // 2 + 1):
-        share = 2 if 2 * d == n else 1  # of the pair, if both ranks have a part in it
+        share = 2 if 2 * d == n else 1  # ranks that share a pair
         to, origin = (rank + d) % n, (rank - d) % n
         first = parts[rank] // 2 if share == 2 else 0
         found.append(
@@ -80,7 +81,7 @@ def turns(parts: Sequence[int], rank: int) -> list[Turn]:
 
 
 def work(parts: Sequence[int]) -> list[int]:
-    """Pairs of a query and a key that each rank computes."""
+    """The number of (query, key) pairs that each rank computes."""
     found = []
     for rank, own in enumerate(parts):
         met = [(own - t.kept) * t.keys if t.keys_come else t.come * own for t in turns(parts, rank)]
@@ -89,7 +90,7 @@ def work(parts: Sequence[int]) -> list[int]:
 
 
 def sent(q: Tensor, k: Tensor, parts: Sequence[int], rank: int) -> tuple[int, int]:
-    """Bytes that a rank sends forward and in backward, of queries and keys with so many heads and channels."""
+    """The bytes that a rank sends in forward and in backward; q and k give batch, heads, channels and dtype."""
     (b, _, h, e), g = q.shape, k.shape[2]
     narrow, wide = q.element_size(), wide_of(q).itemsize
     forward = backward = 0
@@ -103,7 +104,7 @@ def sent(q: Tensor, k: Tensor, parts: Sequence[int], rank: int) -> tuple[int, in
 
 
 def calls(parts: Sequence[int]) -> int:
-    """How often ranks exchange something, forward or in backward: there and back in each turn."""
+    """The number of exchanges in forward, or in backward: two per turn, there and back."""
     return 2 * len(turns(parts, 0))
 
 
@@ -143,10 +144,10 @@ def forward(
             add(slice(t.kept, None), *block(q[:, t.kept :], came[0], came[1], False))
         elif t.come:
             made, made_lse = block(came, k, v, False)
-            reply = [made.to(q.dtype), made_lse]  # a kernel gives no more of it
+            reply = [made.to(q.dtype), made_lse]  # a kernel returns the output in this dtype anyway
         rooms = [] if t.keys_go or not t.gone else [q.new_empty(b, t.gone, h, e), lse.new_empty(b, h, t.gone)]
         replies.append((t, Hop(reply, among[t.origin], rooms, among[t.to], group)))
-        if len(replies) > 1:  # that of this turn is under way while the next one computes
+        if len(replies) > 1:  # this turn's reply travels while the next turn computes
             add_reply(*replies.pop(0))
     for t, hop in replies:
         add_reply(t, hop)

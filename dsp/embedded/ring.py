@@ -1,9 +1,9 @@
 """Ring attention (Li et al., arXiv 2105.13120; Liu et al., arXiv 2310.01889): queries stay, keys and values go round.
 
-Each rank attends to the block it holds while it sends it on and receives the next; outputs are added up by their
-log-sum-exp. Forward sends 2M bytes a rank, of which (N-1)/N travel, M being the bytes of the activation (times g/h with
-grouped queries). Backward lets keys and values go round again, and with them their gradients, which add up in fp32 at
-least and take one hop more, home: 2M (N-1)/N and, for fp32 of N ranks, 2M.
+Each rank attends to the block that it holds while it sends the block on and receives the next one; outputs are added up
+by their log-sum-exp. Forward sends 2M bytes a rank, of which (N-1)/N travel; M is the bytes of the activation (times
+g/h with grouped queries). In backward keys and values go round again, and so do their gradients, which are summed in
+fp32 at least and take one more hop, home: 2M (N-1)/N bytes for keys and values, and 2M for gradients, M in fp32.
 
 Letters: b batch, n places of this rank, h heads, g heads of keys and values, e channels of a head.
 """
@@ -39,10 +39,10 @@ _lib.define(
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int, group: str, causal: bool = False) -> Tensor:
-    """Softmax attention over places that are sharded: keys and values travel from rank to rank.
+    """Softmax attention over sharded places: keys and values travel from rank to rank.
 
     q (b n h e), k and v (b n g e), of one dtype: this rank's `torch.chunk` of `size` places -> (b n h e). `causal`: no
-    place sees a later one; queries travel, too, so that all ranks compute as much (`dsp.embedded.pairs`). `group` is
+    place sees a later one; queries travel, too, so that all ranks do the same work (`dsp.embedded.pairs`). `group` is
     the name of a process group. A rank holds two blocks of keys and values at once.
     """
     n, _ = ranks(group)
@@ -51,14 +51,14 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, size: int, group: str, causa
 
 
 def _hop(kv: Tensor, places: int, among: list[int], group: str) -> Hop:
-    """A block on its way to the next rank while one of `places` arrives from the rank before."""
+    """Send a block to the next rank while one of `places` places arrives from the rank before."""
     place = among.index(ranks(group)[1])
     room = kv.new_empty((*kv.shape[:2], places, *kv.shape[3:]))
     return Hop([kv], among[(place + 1) % len(among)], [room], among[place - 1], group)
 
 
 def _round(kv: Tensor, parts: list[int], among: list[int], group: str) -> Iterator[tuple[int, Tensor]]:
-    """The blocks in the order in which they come by, each with its owner; the next one travels meanwhile."""
+    """The blocks in the order of their arrival, each with its owner; the next one travels meanwhile."""
     n, rank = len(among), among.index(ranks(group)[1])
     for step in range(n):
         owner = (rank - step) % n
@@ -90,7 +90,7 @@ def _backward(
     if causal:
         return pairs.backward(grad, q, k, v, out, lse, parts, among, group)
     dq = q.new_zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-    home: Hop | None = None  # the gradients that travel, with their block but a step later
+    home: Hop | None = None  # the gradients of a block, which travel one step after the block
     for owner, kv in _round(torch.stack([k, v]), parts, among, group):
         dkv = torch.zeros_like(kv, dtype=dq.dtype)
         if parts[owner] and len(q[0]):
@@ -143,7 +143,7 @@ torch.library.register_autograd("dsp::ring_attention", _adjoint, setup_context=_
 
 
 def hops(sizes: Sequence[int], rank: int, count: int) -> int:
-    """Places that one rank sends on in the first `count` hops: its own block, then those of the ranks before it."""
+    """The places that a rank sends in the first `count` hops: its own block, then those of the ranks before it."""
     return sum(sizes[(rank - step) % len(sizes)] for step in range(count))
 
 
@@ -160,7 +160,7 @@ def _sent_backward(grad: Tensor, q: Tensor, k: Tensor, *where: Any) -> int:
 
 
 def _cost(q: Tensor, k: Tensor, sizes: Sequence[int], rank: int, causal: bool) -> tuple[int, int]:
-    """Bytes that a rank sends forward and in backward."""
+    """The bytes that a rank sends in forward and in backward."""
     if causal:
         return pairs.sent(q, k, sizes, rank)
     unit, n = 2 * k.shape[0] * k.shape[2] * k.shape[3], len(sizes)

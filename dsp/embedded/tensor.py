@@ -1,15 +1,15 @@
-"""Megatron's tensor parallelism: weights are cut over ranks, by columns before what acts on heads or channels alone, by
-rows after it (Shoeybi et al., arXiv 1909.08053); then what the ranks have is a sum in parts.
+"""Megatron's tensor parallelism (Shoeybi et al., arXiv 1909.08053): linear layers are cut over ranks.
 
-A region is a module that takes an activation, of M bytes, through its columns to its rows: attention, or an MLP.
-Megatron-LM keeps activations whole and adds the parts up in an all-reduce, 2M (N-1)/N bytes a rank. Megatron-SP
-(Korthikanti et al., arXiv 2205.05198) keeps them sharded along the sequence: an all-gather before a region and a
+Layers before an operation on separate heads or channels are cut by columns, the layer after it by rows; each rank then
+has a summand of the output. A region is a module that does this to an activation of M bytes: attention, or an MLP.
+Megatron-LM replicates activations and sums the ranks' outputs in an all-reduce, 2M (N-1)/N bytes a rank. Megatron-SP
+(Korthikanti et al., arXiv 2205.05198) shards activations along the sequence: an all-gather before a region and a
 reduce-scatter after it, the same bytes. Two blocks of two regions each send 8M (N-1)/N, and as much in backward.
 
 The adjoints are those of DSP (docs/numerics.md): inside a region gradients are N times those of a single process, so
-those of weights that are not cut (a norm of heads, say) are averaged over ranks like all others. A rank alone has its
-part of a cut weight, whose gradient is divided by N here. Megatron-LM's backward thus has its all-reduce at the end of
-a region instead of its beginning: it is one per region either way.
+gradients of weights that are not cut (such as a norm of heads) are averaged over ranks like all others. Only one rank
+holds a given shard of a cut weight; there is no average, so its gradient is divided by N here. Megatron-LM's backward
+therefore has its all-reduce at the end of a region, not at its beginning: one per region either way.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from dsp.stages import find_modules
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer to be cut by its columns (outputs) or rows (inputs).
+    """A linear layer to cut by its columns (outputs) or rows (inputs).
 
-    `parts`: the heads of each of several matrices that lie side by side in it, which are cut one by one; none where it
-    is one matrix of channels.
+    parts: for fused matrices, the number of heads of each, which is cut by itself; () for one matrix of channels.
     """
 
     name: str
@@ -48,7 +47,7 @@ class Linear:
 
     @classmethod
     def read(cls, name: str, module: nn.Module, text: str) -> Linear:
-        """From "columns", "rows", or either with heads, as "columns 16 4 4" for queries, keys and values."""
+        """Parse "columns" or "rows", optionally with heads, as "columns 16 4 4" for queries, keys and values."""
         how, *heads = text.split()
         if how not in ("columns", "rows") or any(not h.isdecimal() or h == "0" for h in heads):
             raise NotationError(
@@ -64,7 +63,7 @@ class Linear:
         return cls(name, module, how == "columns", parts)
 
     def index(self, n: int, rank: int) -> Tensor:
-        """Which columns or rows one of n ranks has."""
+        """The indices of the columns or rows that one of n ranks holds."""
         size = self.module.out_features if self.columns else self.module.in_features
         parts = self.parts or (size,)
         if any(p % n for p in parts):
@@ -81,7 +80,7 @@ class Linear:
         return torch.cat(found)
 
     def cut(self, axis: Axis) -> None:
-        """Leave this rank its part of the weights, as DTensors on the axis."""
+        """Replace the weights by this rank's shards, as DTensors on the axis."""
         module, index = self.module, self.index(axis.size, axis.rank)
         names = ("weight", "bias") if self.columns else ("weight",)
         for name in names:
@@ -98,7 +97,7 @@ class Linear:
 
 
 class _Local:
-    """A linear layer's forward on its part of the weights; by rows without the bias, to be added to the sum, once."""
+    """A linear layer's forward on its shard of the weights; by rows without the bias, which the sum gets once."""
 
     def __init__(self, linear: Linear, n: int) -> None:
         self.linear, self.n = linear, n
@@ -116,10 +115,10 @@ class _Local:
 
 
 class Region(Distributed):
-    """A module that ends in a linear layer cut by rows, and between its columns and that mixes no heads or channels.
+    """A module with linear layers cut by columns, then operations that mix no heads or channels, then one cut by rows.
 
-    Its first argument is an activation laid out as `pattern`, that of its stage's first input, and so is what it
-    returns; other tensors, and what it does with them before its columns, are the same on all ranks.
+    Its first argument and its output are activations laid out as `pattern`, the pattern of its stage's first input.
+    Other arguments, and operations on them before the columns, are the same on all ranks.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class Region(Distributed):
                     f"tensor_parallel: {self.name!r} got {tuple(x.shape)} where this rank has {place.own} of "
                     f"{place.dim!r}: it should take its stage's activation as its first argument"
                 )
-            # where there is nothing to hold there is one dummy row, which no other rank may see
+            # an empty rank has one dummy row, which no other rank may see
             whole = torch.ops.dsp.gather(x.narrow(axis, 0, place.own), axis, place.size, group)
             y = torch.ops.dsp.reduce_scatter(forward(whole, *args[1:], **kwargs), axis, group)
             if not place.own:
@@ -207,7 +206,7 @@ class Region(Distributed):
 
 
 def find_regions(model: nn.Module, named: Mapping[str, str]) -> list[tuple[str, nn.Module, list[Linear]]]:
-    """(path, module, its linear layers) of every module that holds some of those `named`."""
+    """(path, module, linear layers) of every module that directly holds some of the `named` layers."""
     found: dict[str, list[Linear]] = {}
     for name, module, text in find_modules(model, named):
         found.setdefault(name.rpartition(".")[0], []).append(Linear.read(name, module, text))
@@ -216,10 +215,10 @@ def find_regions(model: nn.Module, named: Mapping[str, str]) -> list[tuple[str, 
 
 
 def rank_order(model: nn.Module) -> dict[str, Tensor]:
-    """The order of rows of those cut weights where it is not the model's own: fused queries, keys and values.
+    """The order of rows of those cut weights whose order is not the model's own: fused queries, keys and values.
 
-    From a parameter's name to the indices with which ``own[indices]`` is what its DTensor holds over all ranks, and
-    ``held[indices.argsort()]`` the model's own again; for what is saved whole.
+    A parameter's name maps to indices: ``own[indices]`` has the order of its DTensor over all ranks, and
+    ``held[indices.argsort()]`` the model's own order again, as for saving full weights.
     """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():

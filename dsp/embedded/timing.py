@@ -1,4 +1,4 @@
-"""Which method, on how many ranks: the seconds of a training step and what it holds, for every mesh that ranks make."""
+"""The choice of method and mesh: time and memory of a training step, by method, for every dp x sp of some ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dsp.text import aligned, human, number_of
 
 @dataclass(frozen=True)
 class Timing:
-    """A step by a method on dp x sp ranks: its seconds, what it holds of a rank's memory in bytes, its tokens, and the
-    plan of its sequence parallelism."""
+    """A training step by a method on dp x sp ranks. held: bytes of a rank's memory; tokens: of all ranks; plan: that of
+    its sequence parallelism."""
 
     method: str
     dp: int
@@ -35,11 +35,12 @@ class Timing:
 
 @dataclass
 class Steps:
-    """How long a step takes on some hardware, by method and mesh; from plans, on one process.
+    """The time of a step on some hardware, by method and mesh; computed from plans, on one process.
 
-    plan: of a method on sp ranks, ValueError where it cannot run so. held: bytes a rank, given the plan, over how many
-    groups the weights are sharded beside sp, and sp. parameters: numbers of the model, which FSDP gathers `groups` at
-    a time, in `dtype`, and averages in fp32. tokens: of one batch of one group, of which a step accumulates `batches`.
+    plan: a function of (method, sp) that returns a plan, or raises ValueError if the method cannot run on sp ranks.
+    held: bytes a rank, a function of (plan, number of groups over which the weights are sharded beside sp, sp).
+    parameters: number of parameters; FSDP gathers them in `groups` calls, in `dtype`, and averages gradients in fp32.
+    tokens: tokens in one batch of one group; a step accumulates `batches` of them.
     """
 
     plan: Callable[[str, int], Plan]
@@ -52,7 +53,10 @@ class Steps:
     batches: int = 1
 
     def timing(self, method: str, dp: int, sp: int, replicate: int = 1) -> Timing:
-        """The timing of dp groups of sp ranks, in `replicate` sets with all weights each. ValueError if impossible."""
+        """The timing of dp groups of sp ranks; `replicate` sets of groups each hold all weights.
+
+        Raise ValueError if the method cannot run on this mesh.
+        """
         plan, shard = self.plan(method, sp), dp // replicate
         rest = self.parameters - plan.cut_weights
         weights = fully_sharded(
@@ -63,9 +67,9 @@ class Steps:
         return Timing(method, dp, sp, seconds, self.held(plan, shard, sp), self.tokens * self.batches * dp, plan)
 
     def supported(self, dp: int, sp: int, replicate: int = 1) -> list[Timing]:
-        """The timings of all methods that can run so."""
+        """The timings of all methods that can run on this mesh."""
         found = []
-        for method in METHODS if sp > 1 else ("dsp",):  # one rank has no method
+        for method in METHODS if sp > 1 else ("dsp",):  # on one rank all methods are the same
             with suppress(ValueError):
                 found.append(self.timing(method, dp, sp, replicate))
         return found
@@ -74,13 +78,13 @@ class Steps:
         return found.held <= self.hardware.memory
 
     def best(self, ranks: int) -> Timing | None:
-        """Which (dp, sp, method) trains on most tokens a second, of those that fit, the weights over all ranks."""
+        """The timing with most tokens a second of all (dp, sp, method) that fit; weights are sharded over all ranks."""
         sizes = [sp for sp in range(1, ranks + 1) if ranks % sp == 0]
         every = [found for sp in sizes for found in self.supported(ranks // sp, sp)]
         return max(filter(self.fits, every), key=lambda found: found.rate, default=None)
 
     def table(self, dp: int, sp: int, replicate: int = 1) -> str:
-        """Every method on that mesh: what a step takes and of what, and what it holds; and the best mesh and method."""
+        """A table of all methods on this mesh, with the time of a step, its parts and memory; and the best choice."""
         rows = [["method", "step", "computing", "communication", "weights", "tokens/s", "memory"]]
         for found in self.supported(dp, sp, replicate):
             e = found.seconds

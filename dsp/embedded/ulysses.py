@@ -1,9 +1,9 @@
-"""DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509): attention over all places, a part of the heads on each rank.
+"""DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509): each rank computes some of the heads, over all places.
 
-One all-to-all takes queries, keys and values from places to heads, another the output back: 4 M/N bytes a rank and
-attention, with M the bytes of the activation, of which (N-1)/N travel. With fewer heads of keys and values (grouped
-queries, h/g of them to a head) a rank receives those that its queries need: (2 + 2 w N/h) M/N, where w, the heads of
-keys a rank needs, is g/N if N divides g and 1 if g divides N.
+One all-to-all switches queries, keys and values from places to heads, another switches the output back: 4 M/N bytes a
+rank and attention, of which (N-1)/N travel; M is the bytes of the activation. With grouped queries (h/g query heads
+share a head of keys and values) a rank receives the heads that its queries need: (2 + 2 w N/h) M/N, where w, the number
+of key heads that a rank needs, is g/N if N divides g and 1 if g divides N.
 
 Letters: b batch, n places of this rank, m of all ranks, h heads, g heads of keys and values, e channels of a head.
 """
@@ -27,49 +27,49 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend, size: int, group: str) -> Tensor:
-    """Attention over places that are sharded, computed on a part of the heads.
+    """Attention over sharded places, computed on a part of the heads.
 
-    q (b n h e), k and v (b n g e): this rank's `torch.chunk` of `size` places -> (b n h e). `attend` takes the same
-    three over all places and a part of the heads. `group` is the name of a process group. Backward sends what forward
-    sends. Raises ValueError where there are more ranks than heads.
+    q (b n h e), k and v (b n g e): this rank's `torch.chunk` of `size` places -> (b n h e). `attend` takes q, k and v
+    for all places and a part of the heads. `group` is the name of a process group. Backward sends as much as forward.
+    Raise ValueError if there are more ranks than heads.
     """
     n, _ = ranks(group)
     return _attention(q, k, v, attend, Peers.all(size, n), group)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, attend: Attend, peers: Peers, group: str) -> Tensor:
-    """The same among some ranks of a group, each with its part of the places."""
+    """`ulysses_attention` among some ranks of a group, each with its part of the places."""
     n, rank = len(peers.ranks), peers.ranks.index(ranks(group)[1])
     deal = deal_heads(q.shape[2], k.shape[2], n)
     if deal.kv is not None:
         k, v = (torch.cat([x.narrow(2, i, 1) for i in deal.kv], 2) for x in (k, v))
-    # all that goes to one rank side by side: one tensor to switch
+    # one tensor to switch, with the heads for one rank adjacent
     dealt = zip(*(x.split(parts, 2) for x, parts in ((q, deal.q_parts), (k, deal.kv_parts), (v, deal.kv_parts))))
     qkv = torch.cat([x for to_one in dealt for x in to_one], 2)
     heads = [h + 2 * g for h, g in zip(deal.q_parts, deal.kv_parts)]
-    # with places leading, what arrives joins without a copy
+    # with places as the first dim, received parts join without a copy
     qkv = torch.ops.dsp.switch_among(qkv.transpose(0, 1), 0, 2, peers.parts, heads, peers.ranks, group).transpose(0, 1)
     h, g = deal.q_parts[rank], deal.kv_parts[rank]
     q, k, v = qkv.split([h, g, g], 2)
     if h:
         k, v = (deal.local(x, rank) for x in (k, v))
         y = attend(q, k, v)
-    else:  # no heads for this rank, which takes part all the same
+    else:  # a rank without heads still takes part in the exchanges
         y = q + k[:, :, :0] + v[:, :, :0]
     y = torch.ops.dsp.switch_among(y.transpose(0, 1), 2, 0, deal.q_parts, peers.parts, peers.ranks, group)
     return y.transpose(0, 1)
 
 
 class Deal(NamedTuple):
-    """Which heads go to which rank. `kv`: the heads of keys in the order they are sent, None for as they are."""
+    """The heads of each rank. kv: the heads of keys in the order in which they are sent; None: in their own order."""
 
     q_parts: tuple[int, ...]
     kv_parts: tuple[int, ...]
     kv: tuple[int, ...] | None
-    serves: tuple[tuple[int, ...], ...]  # a rank: for each of its query heads, the place of its key among those it has
+    serves: tuple[tuple[int, ...], ...]  # by rank: for each query head, the index of its key head among the rank's
 
     def local(self, x: Tensor, rank: int) -> Tensor:
-        """Keys or values of one rank as attention takes them: a head to each group of as many query heads."""
+        """Keys or values of one rank as attention takes them: one head per equal group of query heads."""
         serves = self.serves[rank]
         count = serves[-1] + 1
         each, rest = divmod(len(serves), count)
@@ -80,7 +80,7 @@ class Deal(NamedTuple):
 
 @lru_cache(maxsize=64)
 def deal_heads(h: int, g: int, n: int) -> Deal:
-    """Deal h heads of queries over n ranks as torch.chunk does, and with them what they need of g heads of keys."""
+    """Divide h query heads over n ranks as torch.chunk does; each rank also gets the key heads (of g) that it needs."""
     if n > h:
         raise NotationError(
             f"ulysses deals {h} heads over {n} ranks, so a rank would have no head and nothing to do: use {h} ranks at "
@@ -106,7 +106,7 @@ class Ulysses(AttentionCore):
         peers = place.peers
         y = _attention(q, k, v, forward, peers, place.axis.group)
         if not deal_heads(q.shape[2], k.shape[2], len(peers.ranks)).q_parts[peers.ranks.index(place.axis.rank)]:
-            for p in self.module.parameters():  # not used without a head: a gradient of zero, for the average of ranks
+            for p in self.module.parameters():  # unused without a head: a zero gradient, for the average over ranks
                 y = y + p.flatten()[:0].sum()
         return y
 

@@ -1,1 +1,1 @@
-"""The run: hooks on stages, glue between them, by the script of a plan."""
+"""The run of a parallel model: hooks on stages and operations between them, by the script of a plan."""

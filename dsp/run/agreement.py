@@ -1,4 +1,4 @@
-"""Comparisons of what the ranks of a group hold: model and stages once, inputs and now and then weights by checksums.
+"""Comparisons between the ranks of a group: model and options once, inputs in each call, weights in some, by checksums.
 
 The weights are compared in the calls 1, 2, 4, 8 and so on of a model, and in every `EVERY`-th.
 """
@@ -23,20 +23,20 @@ from dsp.layout import Axis
 from dsp.private import all_gather
 from dsp.run.inputs import named
 
-SLOTS = 15  # of tensors that are told apart; the last one stands for all beyond
-ROW = SLOTS + 2  # what a rank sends: a number for what the inputs are, their checksums, and that of the weights or 0
-EVERY = 256  # calls
-PLAIN = (str, int, float, tuple, list, type(None))  # a repr that names no memory
-ROWS = 64  # of a tensor that weigh differently
-SMALL = 2**16  # bytes that one call of zlib reads faster than four of torch
+SLOTS = 15  # checksums of input tensors; the last slot combines all further tensors
+ROW = SLOTS + 2  # numbers that a rank sends: the signature's hash, the inputs' checksums, the weights' checksum or 0
+EVERY = 256  # calls between two comparisons of weights
+PLAIN = (str, int, float, tuple, list, type(None))  # types whose repr contains no address
+ROWS = 64  # rows of a tensor with different weights in its checksum
+SMALL = 2**16  # bytes up to which one call of zlib is faster than four of torch
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OF_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.cfloat, torch.cdouble})
 
 
 def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Raises RuntimeError on every rank if ranks make another model parallel, or with other options: 8 bytes a rank.
+    """Raise RuntimeError on every rank if models or options differ between ranks. A rank sends 8 bytes.
 
-    Only where they differ, what they hold is sent as well, for the error to name it.
+    Only if they differ, ranks also exchange their facts, so that the error can name the difference.
     """
     facts = {name: repr(v) if isinstance(v, PLAIN) else type(v).__qualname__ for name, v in flat(options).items()}
     facts.update(torch=torch.__version__, **{"the source of dsp": source()})
@@ -60,10 +60,10 @@ def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def same_weights(axis: Axis, model: nn.Module) -> None:
-    """Raises RuntimeError on every rank if a parameter differs: not seeded alike, or gradients that nobody averaged.
+    """Raise RuntimeError on every rank if a parameter differs between ranks: other seeds, or gradients not averaged.
 
-    Those of which each rank has a part of its own (DTensor, FSDP) are passed over. 8 bytes a rank; only where they
-    differ, 8 a parameter more.
+    Sharded parameters (DTensor, FSDP) are skipped. A rank sends 8 bytes, and 8 more per parameter if there is a
+    difference.
     """
     whole = replicated(axis, model)
     if not whole or (whole[0][1].is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -81,7 +81,7 @@ def same_weights(axis: Axis, model: nn.Module) -> None:
 
 
 def replicated(axis: Axis, model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters, or their parts, of which the ranks of the axis have copies, by name."""
+    """The parameters, or their local shards, that are the same on all ranks of the axis, with their names."""
     found: list[tuple[str, Tensor]] = []
     known: dict[Any, bool] = {}
     for name, p in model.named_parameters():
@@ -97,7 +97,7 @@ def replicated(axis: Axis, model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def copied(axis: Axis, p: DTensor) -> bool:
-    """Tell whether all ranks of the axis hold the same part: it is cut over no mesh dim that runs along the axis."""
+    """Tell whether all ranks of the axis hold the same shard: no mesh dim that shards `p` runs along the axis."""
     others = {*dist.get_process_group_ranks(axis.mesh.get_group())} - {dist.get_rank()}
     cut = [d for d, placement in enumerate(p.placements) if not placement.is_replicate()]
     return all(others.isdisjoint(dist.get_process_group_ranks(p.device_mesh.get_group(d))) for d in cut)
@@ -109,7 +109,7 @@ def sums_of(axis: Axis, tensors: list[tuple[str, Tensor]]) -> Tensor:
 
 
 def same(axis: Axis, key: Any) -> bool:
-    """Tell whether what has this repr is the same on all ranks: 8 bytes a rank."""
+    """Tell whether the repr of `key` is the same on all ranks. A rank sends 8 bytes."""
     device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
     return alike(gathered(axis, torch.tensor([number(key)], device=device)))
 
@@ -125,7 +125,7 @@ def alike(everyone: Tensor) -> bool:
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The entries of mappings, each by its path."""
+    """The entries of nested mappings, by path."""
     if not isinstance(value, Mapping):
         return {name: value}
     return {k: v for key, x in value.items() for k, v in flat(x, f"{name}[{key!r}]" if name else str(key)).items()}
@@ -137,38 +137,38 @@ def some(items: list[Any]) -> str:
 
 @cache
 def source() -> str:
-    """A digest of dsp's own source, since no version number tells one checkout from another."""
+    """A digest of dsp's own source, because checkouts of one version may differ."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.blake2b(b"".join(f.read_bytes() for f in files), digest_size=7).hexdigest()
 
 
 def number(key: Any) -> int:
-    """An int64 for what has a repr."""
+    """The hash of a key's repr, as a number that fits an int64."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
 
 class Agreement:
-    """One small asynchronous all-gather a step, looked at as the next one begins."""
+    """One small asynchronous all-gather per call; its result is checked when the next call begins."""
 
     def __init__(self, axis: Axis, positional: list[str], model: nn.Module) -> None:
         self.axis, self.positional, self.group = axis, positional, axis.mesh.get_group()
         self.model, self.calls = model, 0
         self.device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
         self.pending: Any = None
-        self.aside: Any = None  # on CUDA: a stream, and memory of the host for what arrives there
-        self.numbers: dict[int, Tensor] = {}  # on the device
-        self.nothing: Tensor | None = None  # a zero there
-        self.own = np.zeros(ROW, dtype=np.int64)  # on the host; what is sent is these numbers, where they lie
+        self.aside: Any = None  # on CUDA: a stream, and the pinned host memory that it copies into
+        self.numbers: dict[int, Tensor] = {}  # numbers already copied to the device
+        self.nothing: Tensor | None = None  # a zero on the device
+        self.own = np.zeros(ROW, dtype=np.int64)  # the row to send, on the host; `sent` shares its memory
         self.sent = torch.from_numpy(self.own), torch.zeros(axis.size * ROW, dtype=torch.int64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
-        # what is on its way is not asked for twice
+        # a pending comparison belongs to the original alone
         return Agreement(self.axis, self.positional, copy.deepcopy(self.model, memo))
 
     def start(self, leaves: list[Any], spec: Any, number: int, *, wait: bool) -> None:
-        """Send what these inputs are, as they were taken apart; `number` stands for the rest, to be the same too."""
+        """Start to compare the inputs, given as leaves and spec; `number`: a hash of everything else to compare."""
         if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # a CUDA graph: what it replays was agreed on in the calls before
+            return  # a CUDA graph is being captured: earlier calls have compared what it replays
         self.finish()
         self.calls += 1
         due = self.calls & (self.calls - 1) == 0 or self.calls % EVERY == 0
@@ -189,8 +189,8 @@ class Agreement:
             self.finish()
 
     def on_device(self, number: int, tensors: list[Tensor], weights: list[tuple[str, Tensor]]) -> Tensor:
-        """The row of numbers that this rank sends. Nobody waits for the device."""
-        # a copy to the host that nobody waits for would be read too early
+        """The row of numbers that this rank sends, made without a synchronisation with the device."""
+        # checksums of host tensors move to the device: an asynchronous copy to the host could be read too early
         sums = [checksum(t.detach()).to(self.device, non_blocking=True) for t in tensors]
         if len(sums) > SLOTS:
             sums[SLOTS - 1 :] = [torch.cat(sums[SLOTS - 1 :]).sum(0, keepdim=True)]
@@ -205,8 +205,11 @@ class Agreement:
         return torch.cat([self.numbers[number], *sums, blank, last])
 
     def to_host(self, work: Any, everyone: Tensor) -> tuple[Any, Tensor]:
-        """How to wait for the answer, and where it then is. Read from the device it would come after all that the
-        device has been given to do, and the host could not run ahead by a step."""
+        """A function that waits for the answer, and the host tensor that has it then.
+
+        A stream of its own copies the answer. A read on the current stream would wait for all queued work, and the host
+        could not run ahead by a step.
+        """
         if self.aside is None:
             self.aside = torch.cuda.Stream(), torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
         stream, host = self.aside
@@ -216,12 +219,12 @@ class Agreement:
         return stream.record_event().synchronize, host
 
     def before_switching(self) -> None:
-        """On CPU the answer is here by the end of the first stage, and looking at it now saves the ranks a deadlock."""
+        """Check the answer on CPU, where it has arrived by the end of the first stage: this avoids a deadlock."""
         if self.device == "cpu":
             self.finish()
 
     def finish(self) -> None:
-        """Raises RuntimeError if ranks differ."""
+        """Wait for the pending comparison. Raise RuntimeError if ranks differ."""
         if self.pending is None:
             return
         arrived, everyone, (spec, checked), _ = self.pending
@@ -233,7 +236,7 @@ class Agreement:
             return
         slot = next(i for i in range(ROW) if any(row[i] != rows[0][i] for row in rows))
         if slot == ROW - 1:
-            same_weights(self.axis, self.model)  # which names them, unless somebody made them the same meanwhile
+            same_weights(self.axis, self.model)  # raises and names them, unless they have become equal meanwhile
             return
         odd = [rank for rank, row in enumerate(rows) if row[slot] != rows[0][slot]]
         got = (
@@ -250,12 +253,12 @@ class Agreement:
 
 
 def compared(v: Any) -> bool:
-    """Whole tensors are the same on every rank; of a DTensor each has its own part."""
+    """Tell whether a value is compared: a plain tensor with data. DTensors hold a different shard on each rank."""
     return isinstance(v, Tensor) and not isinstance(v, DTensor) and not v.is_meta and v.numel() > 0
 
 
 def on_host(number: int, tensors: list[Tensor]) -> list[int]:
-    """The numbers by which these inputs are compared, where nothing waits for a device."""
+    """The row of numbers by which inputs are compared, without that of the weights; for inputs on the CPU."""
     sums = [number, *(small(t) if t.nbytes <= SMALL and t.is_cpu else int(checksum(t.detach())) for t in tensors)]
     if len(sums) > SLOTS + 1:
         sums[SLOTS:] = [zlib.crc32(repr(sums[SLOTS:]).encode())]

@@ -1,4 +1,4 @@
-"""An operation of glue by its recipe: its tensors moved to where it needs them, the call on parts, the results."""
+"""Run an operation between stages by its recipe: move its tensors, call it on local shards, wrap the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def follow(op: RuledCall, recipe: Recipe) -> Any:
     before = [version(t) for t in parts]
     if op.what.in_place:
         with NO():
-            _ = parts[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
+            _ = parts[0].grad_fn  # updates the grad_fn of a view whose base got one by a write through another view
     out = on_parts(op, recipe, recipe.outcome, parts)
     if recipe.outcome.cut is None:
         return parted(run, out, recipe.node, recipe.push)
@@ -47,14 +47,14 @@ def follow(op: RuledCall, recipe: Recipe) -> Any:
     written = 1 if op.what.in_place else 0
     call = recipe.prepared
     if call is not None and before[written:] == [version(t) for t in parts[written:]]:
-        # an argument as it was is a copy that others have, too
+        # a result that is an operand, unchanged, may be a copy that is kept: such a recipe is not `ready`
         own = not (call.moves or call.pushes) or set(map(memory, tensors_in(out))).isdisjoint(map(memory, parts))
         recipe.ready, recipe.ats = own, tuple(t.at for t in made)
     return map_tensors(out, made)
 
 
 def on_parts(op: RuledCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor]) -> Any:
-    """The call on local parts, as the rule has it; summed over ranks, if that is what it says."""
+    """Call the operation on local shards as its rule says, and sum the result over ranks if the rule asks for it."""
     run, frame, operands, name = op.run, recipe.frame, recipe.frame.operands(), op.what.name
     table: dict[int, Any] = {id(o): t for o, t in zip(operands, parts)}
     if outcome.rows:
@@ -80,13 +80,13 @@ def on_parts(op: RuledCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor
             return views(out)
         total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), run.axis.group)
         out = (total / outcome.reduce if outcome.reduce != 1.0 else total).to(out.dtype)
-        if name in ("select", "getitem"):  # would be a view
+        if name in ("select", "getitem"):  # a view on one device
             as_copy(op, out, parts[0])
         return out
 
 
 def read(run: Run, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]) -> list[Any]:
-    """The spans that this rank reads of tensors, in one exchange; of a whole one (cut None) no rank sends any."""
+    """The spans of rows that this rank reads of each tensor, in one exchange; none for replicated ones (cut None)."""
     pairs = [(t, rows) for t, cut, spans in wanted if cut is not None for rows in spans]
     came = iter(read_rows([t for t, _ in pairs], [rows for _, rows in pairs], run.axis.group))
     found: list[Any] = []
@@ -101,7 +101,7 @@ def read(run: Run, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]
 
 
 def collected(op: RuledCall, outcome: Outcome, dealing: DealtRows, out: Any) -> Any:
-    """Results of rows that were dealt, at the ranks that hold them."""
+    """The results of dealt rows, brought back to the ranks that hold those rows."""
     cut, group = outcome.cut, op.run.axis.group
     assert cut is not None
     every = tensors_in(out)
@@ -111,7 +111,8 @@ def collected(op: RuledCall, outcome: Outcome, dealing: DealtRows, out: Any) -> 
 
 
 class Landed(NamedTuple):
-    """One result of local parts: where it lies and is wanted; what it is a copy of; the tensor that it is, if known."""
+    """One local result. part: its layout now and in the plan; source: the memory of which it is a copy; itself: the
+    sharded tensor that it already is, if any."""
 
     part: Part
     source: Any
@@ -119,7 +120,7 @@ class Landed(NamedTuple):
 
 
 def results(op: RuledCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: Any) -> list[Sharded]:
-    """The results of local parts in global shape, where the plan wants them."""
+    """The local results as sharded tensors, in the plan's layouts."""
     run = op.run
     found = [landed(op, recipe, cut, parts, k, own) for k, own in enumerate(tensors_in(out))]
     made: list[Any] = [
@@ -133,9 +134,9 @@ def results(op: RuledCall, recipe: Recipe, cut: Cut, parts: list[Tensor], out: A
 def related(
     op: RuledCall, recipe: Recipe, x: Tensor, parts: Sequence[Part], made: Sequence[Any], fresh: Sequence[bool]
 ) -> None:
-    """Mark results as views of the first argument, of which `x` is the part, or as copies where they had to be."""
+    """Mark results as views of the first argument, whose shard is `x`, or as copies where a view was impossible."""
     run, first, outcome = op.run, op.shells[0], recipe.outcome
-    if op.what.name in ALIASES and not recipe.view:  # what was switched at once misses a later write into its source
+    if op.what.name in ALIASES and not recipe.view:  # a result that was switched misses later writes into its source
         moved = [(p.local, t) for p, t in zip(parts, made) if p.dst != p.src]
         run.writes.copied += [(memory(own), memory(t)) for own, t in moved if memory(own) == memory(x)]
     if recipe.view is not None and first is not None:
@@ -148,7 +149,7 @@ def related(
 
 
 def landed(op: RuledCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int, own: Tensor) -> Landed:
-    """The k-th result, `own`: its global shape, in memory of its own where it would be on one device."""
+    """The k-th result, `own`, with its global shape; it is cloned if on one device it would not share memory."""
     outcome, loose = recipe.outcome, op.what.name in DENSE and op.copies is None
     assert outcome is not None
     t, shell = plain(own), op.shells[0]
@@ -164,18 +165,21 @@ def landed(op: RuledCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int,
         dense = dense_copy(t, parts[0], op.tensors[0], cut, shape)
     stays, itself = dense is t and target == cut, None
     if op.what.in_place:
-        if own is parts[0]:  # it returns what it wrote into
+        if own is parts[0]:  # the operation returns the argument that it wrote into
             itself = op.tensors[0].__dict__.get("now", shell)
-    # an argument as it was, with its copies: a rank that has nothing of it must not make them again. Dropout gives such
-    # a rank its argument, and the others something new; so does what may copy, where no plan tells
+    # an unchanged argument keeps its copies, on empty ranks too. Excluded are operations that return the argument on
+    # some ranks and a new tensor on others: dropout (on empty ranks), and unplanned operations that may copy
     elif own is shell and stays and not (recipe.draws or loose):
         itself = shell
     return Landed(Part(dense, cut, target, tuple(shape)), copy_source(own) if stays else None, itself)
 
 
 def as_copy(op: RuledCall, t: Tensor, local: Tensor) -> None:
-    """Mark a result as a copy that is a view of the operation's first argument on one device; `local` is its part."""
-    if memory(t) == memory(local):  # no rank reads rows of another one
+    """Mark a result as a copy of the operation's first argument, of which it is a view on one device.
+
+    local: this rank's shard of that argument.
+    """
+    if memory(t) == memory(local):  # still a view: no rank read rows of another rank
         return
     op.run.writes.mark(t, copy_source(op.tensors[0]) or memory(op.tensors[0]))
     if op.what.name == "getitem":
@@ -183,7 +187,7 @@ def as_copy(op: RuledCall, t: Tensor, local: Tensor) -> None:
 
 
 def source(op: RuledCall, cut: Cut) -> Any:
-    """A whole tensor stretched, or zeros: each rank makes its part alone."""
+    """The shard that each rank makes by itself, of an expanded replicated tensor or of a constant one such as zeros."""
     frame = op.frame([None] * len(op.tensors))
     stretch, args, size = localize_source(frame, cut)
     out = stretch(*without_operands(args, {id(o): t for o, t in zip(frame.operands(), op.tensors)}))
@@ -193,8 +197,10 @@ def source(op: RuledCall, cut: Cut) -> Any:
 
 
 def dense_copy(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
-    """A result that has its own memory if it would on one device, where no plan tells; parts of size 1 are contiguous
-    too often."""
+    """The result, cloned if it would be a copy on one device; used if no plan says which it is.
+
+    A shard of size 1 may be contiguous although the full tensor is not: it would then be a view.
+    """
     if t.shape[cut.dim] > len(cut.pieces(0)) or memory(t) != memory(local):
         return t
     stride = stride_of(whole) if isinstance(whole, Sharded) else whole.stride()
@@ -205,7 +211,7 @@ def dense_copy(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: lis
 
 @contextmanager
 def bare(tensors: Iterable[Sharded]) -> Iterator[None]:
-    """The same tensors, as tensors like any other for a while: what runs below, and what autograd saves, sees parts."""
+    """Turn sharded tensors into plain ones for a while: the code inside, and autograd, see local shards."""
     kinds = {id(t): (t, type(t)) for t in tensors}
     for t, kind in kinds.values():
         t.__class__ = kind.part  # type: ignore[assignment]
@@ -217,7 +223,7 @@ def bare(tensors: Iterable[Sharded]) -> Iterator[None]:
 
 
 def quiet(tensors: list[Tensor]) -> AbstractContextManager[Any]:
-    """No warnings about statistics of nothing on a rank that holds nothing."""
+    """Ignore warnings on an empty rank, such as those about statistics of no elements."""
     if all(t.numel() for t in tensors):
         return nullcontext()
     return _ignored()

@@ -1,4 +1,4 @@
-"""One forward of a parallelized model on this rank: what its script says of it, and what it moves."""
+"""One forward of a parallelized model on this rank: the decisions of its script, and the tensors it moves."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ log = logging.getLogger("dsp")
 
 
 class Unfit(Exception):
-    """Why a forward cannot be one graph: what it does, of "it"."""
+    """The reason why a forward cannot be one graph, as a sentence about "it"."""
 
 
 class Run(Lookup):
-    """One forward of a parallelized model on this rank, and what its script says of it."""
+    """One forward of a parallelized model on this rank, with the decisions of its script."""
 
     def __init__(
         self, axis: Axis, script: Script | None, root_sizes: dict[str, int], recipes: dict[Any, Any], first: int,
@@ -44,29 +44,29 @@ class Run(Lookup):
         self.sizes_key = tuple(root_sizes.items())
         self.began = False  # whether a stage has returned
         self.in_stage: InStage | None = None
-        self.again = False  # whether it computes again what an activation checkpoint did not keep
-        self.in_function = False  # whether it is the backward of an autograd.Function, which may not begin another one
-        self.pieces: Any = None  # `dsp.run.piecewise.Pieces` of the stage call that runs now, if it is cut
-        self.where: Where = INPUTS  # what moves are for
-        self.traffic_check: Any = None  # compares what it sends with its plan
-        self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: one that is used twice is moved once
+        self.again = False  # whether this is the recomputation of an activation checkpoint
+        self.in_function = False  # whether this is the backward of an autograd.Function: it may not record a backward
+        self.pieces: Any = None  # `dsp.run.piecewise.Pieces` of the running stage call, if the call runs in pieces
+        self.where: Where = INPUTS  # the node that current moves are for
+        self.traffic_check: Any = None  # compares the traffic with the plan
+        self.opened: dict[int, tuple[DTensor, Sharded]] = {}  # by id: a DTensor that is used twice is moved once
         self.writes = Writes(axis)
         self.views = Views(axis, self.writes.refuse_stale)
-        self.failed = 0  # the id of what a stage raised, where tensors are plain: the error would keep all its frames
-        self.misread: tuple[BaseException, str] | None = None  # what a stage raised on a part, and what may be amiss
-        self.coming: dict[StorageWeakRef, Callable[[], None]] = {}  # memory whose numbers are under way; waits for them
-        self.graph: int | None = None  # that which stands for it
-        self.witness: Any = None  # a hook for the gradients of what it returns
-        self.by_graph = False  # whether it is recorded as a graph, see `dsp.run.graph`
-        self.recorder: Any = None  # when no plan could be made ahead: this run, for the next ones
-        self.within = checkpoint_frame() if saving_hooks(False) is not None else None  # which calls the model anew
+        self.failed = 0  # the id of a stage's exception; the exception itself would keep all its frames alive
+        self.misread: tuple[BaseException, str] | None = None  # a stage's exception on a shard, and its likely cause
+        self.coming: dict[StorageWeakRef, Callable[[], None]] = {}  # memory still in transfer; the call waits for it
+        self.graph: int | None = None  # the graph that replaces this forward
+        self.witness: Any = None  # a hook for the gradients of the outputs
+        self.by_graph = False  # whether this forward is recorded as a graph, see `dsp.run.graph`
+        self.recorder: Any = None  # records this run for later plans, if no plan could be made ahead
+        self.within = checkpoint_frame() if saving_hooks(False) is not None else None  # a checkpoint around the model
         if self.within is not None:
             compared_as(self.within, plain)
-        self.mode: Any = None  # `dsp.run.whole.GlueOnWholes`, while it is the one that runs
+        self.mode: Any = None  # `dsp.run.whole.GlueOnWholes`, while this run is the active one
 
     @contextmanager
     def outside_stage(self) -> Iterator[None]:
-        """Within a stage: what is sent is sent for its results, as it would be after it."""
+        """Leave the running stage for a while: traffic counts as that of its results, as if sent after the stage."""
         inside, self.in_stage = self.in_stage, None
         try:
             yield
@@ -74,14 +74,14 @@ class Run(Lookup):
             self.in_stage = inside
 
     def observe(self, method: str, *args: Any) -> None:
-        """Tell the recorder, if there is one. What it cannot follow is not planned; the run itself goes on."""
+        """Notify the recorder, if any. If the recorder fails, the next call has no plan; the run itself goes on."""
         if self.recorder is not None:
             with self.unplanned():
                 getattr(self.recorder, method)(*args)
 
     @contextmanager
     def unplanned(self) -> Iterator[None]:
-        """Let go of the recorder where it cannot follow."""
+        """Drop the recorder if it raises."""
         try:
             yield
         except Exception as error:
@@ -89,7 +89,7 @@ class Run(Lookup):
             self.recorder = None
 
     def refuse_graph(self) -> None:
-        """Raise GlueError where the backward of an autograd.Function makes what has a backward of its own."""
+        """Raise GlueError if the backward of an autograd.Function records a backward of its own."""
         if self.in_function and torch.is_grad_enabled():
             raise GlueError(
                 "the backward of an autograd.Function between stages computes with gradients enabled, as for a "
@@ -100,15 +100,15 @@ class Run(Lookup):
     # --- sharded tensors ---
 
     def carry(self, local: Tensor, cut: Cut, shape: Sequence[int], copied: Any = None, number: int = -1) -> Sharded:
-        """A tensor of global `shape` of which `local` is this rank's part; `copied`: what its memory is a copy of;
-        `number`: its own in the record."""
+        """A tensor of global `shape` with this rank's shard `local`; copied: the memory of which its memory is a copy;
+        number: its number in the record."""
         t = carry(local, self.axis.at(shape, cut), self.first + number)
         if copied is not None:
             t._dsp_copy_of = copied  # type: ignore[attr-defined]
         return t
 
     def open(self, t: Any) -> Sharded | None:
-        """A sharded tensor as glue holds it; None for any other."""
+        """The `Sharded` that glue holds for a sharded tensor or DTensor; None for any other value."""
         if isinstance(t, Sharded):
             t = t.__dict__.get("now", t)
             if not -1 <= t.number - self.first < NUMBERS:
@@ -139,19 +139,19 @@ class Run(Lookup):
         return made
 
     def arrive(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Wait for the numbers of these tensors, or of all, where they are under way."""
+        """Wait for the data of these tensors, or of all, if still in transfer."""
         for of in list(self.coming) if tensors is None else map(memory, tensors):
             if (arrived := self.coming.pop(of, None)) is not None:
-                with torch._C.DisableTorchFunction():  # it is no operation of the model
+                with torch._C.DisableTorchFunction():  # waiting is not an operation of the model
                     arrived()
 
     def land(self, parts: Sequence[Part], numbers: Iterable[int]) -> list[Tensor]:
-        """The results of an operation or stage as the model sees them, moved to where the plan wants them."""
+        """The results of an operation or stage as the model sees them, moved into the plan's layouts."""
         moved = zip(self.push_all(parts), parts, numbers)
         return [self.carry(t, p.dst, p.shape, number=number) for t, p, number in moved]
 
     def share_out(self, tensors: Sequence[Tensor], push: Iterable[Cut | None], numbers: Iterable[int]) -> list[Tensor]:
-        """This rank's part of whole results where the plan wants it; of other operands than it had they may not fit."""
+        """This rank's shard of each replicated result that the plan wants sharded, if the cut fits its shape."""
 
         def own(t: Tensor, cut: Cut | None, number: int) -> Tensor:
             if cut is None or not cut.fits(t.shape):
@@ -161,31 +161,31 @@ class Run(Lookup):
         return list(map(own, tensors, push, numbers))
 
     def push_all(self, parts: Sequence[Part]) -> list[Tensor]:
-        """The results of an operation or stage, switched to where the plan wants them."""
+        """The results of an operation or stage, switched into the plan's layouts."""
         moving = [p for p in parts if p.dst != p.src]
         moved = iter(switch_all(moving, self.axis) if moving else ())
         return [next(moved) if p.dst != p.src else p.local for p in parts]
 
 
 class Given(NamedTuple):
-    """A tensor of a stage call: as the model holds it, this rank's part of it, and what the stage sees of that."""
+    """A tensor argument of a stage call: `tensor` is the model's, `part` this rank's shard, `local` the stage's."""
 
     tensor: Tensor
     shell: Sharded | None
     part: Tensor
-    local: Tensor  # with a dummy row where the part is empty
-    cut: Cut | None  # of the part
-    written: int  # how often, before
+    local: Tensor  # the shard, or one dummy row if the shard is empty
+    cut: Cut | None  # the cut of the shard
+    written: int  # the version counter before the call
 
     def missed(self) -> Tensor:
-        """This rank's part, which is empty, after a write into the row that stood for it: it has seen that, too."""
+        """This rank's shard after a write in place; an empty shard repeats the write made into its dummy row."""
         if self.local is not self.part and self.cut is not None:
             self.part.copy_(self.local.narrow(self.cut.dim, 0, 0))
         return self.part
 
 
 class InStage(NamedTuple):
-    """The stage call that runs now: its `StageDecision`, what it runs on, and what it was given."""
+    """The running stage call: its `StageDecision`, this rank's place, its random state and its tensor arguments."""
 
     stage: Stage
     decision: Any
@@ -195,6 +195,6 @@ class InStage(NamedTuple):
 
 
 def current_place() -> RankPart | None:
-    """The place of the stage call that runs now; None outside of one."""
+    """The place of the running stage call; None outside a stage."""
     current = ACTIVE.get()
     return None if current is None or current[1].in_stage is None else current[1].in_stage.place

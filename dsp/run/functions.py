@@ -1,8 +1,8 @@
-"""An autograd.Function of the model between stages: its backward runs between stages, too.
+"""The model's own autograd.Functions between stages: their backward runs between stages, too.
 
-Left alone, its backward would get this rank's shards as plain tensors, N times a single process's gradient, and saved
-tensors in other layouts (docs/numerics.md). So its `ctx`, while a forward runs, is of another class: backward hands it
-gradients as glue holds tensors, and brings the results to the layouts of the arguments.
+A plain backward would get this rank's shards as plain tensors, gradients N times those of a single process, and saved
+tensors in other layouts (docs/numerics.md). So while a forward runs, the `ctx` of a function gets another class: backward
+then passes sharded tensors to the model's code, and brings the returned gradients into the layouts of the arguments.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dsp.sharded import ACTIVE, carry
 
 
 class Applied(InBackward):
-    """One application of a function between stages: the layouts of its tensors, and how its backward runs.
+    """One application of a function between stages, with the layouts of its tensors.
 
-    given, made, kept: of its arguments, of its results, and of the tensors that it saved for backward.
+    given, made, kept: the layouts of arguments, results and tensors saved for backward.
     """
 
     in_function = True
@@ -47,7 +47,7 @@ def between_stages(function: Any) -> Any:
     if (known := function.__dict__.get("_dsp_ctx")) is not None:
         return known
     name = "vjp" if function.vjp is not Function.vjp else "backward"
-    boxed = getattr(function, "boxed_grads_call", False)  # it takes gradients as one list
+    boxed = getattr(function, "boxed_grads_call", False)  # backward takes its gradients as one list
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         def its_own(*grads: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Glue: the operations of a model's own forward between stages, run on local parts while the model sees whole shapes.
+"""Glue: the operations between stages, run on local shards while the model sees global shapes.
 
-Between the stages of a `Run` its `Glue` mode sees every torch function. One that meets a `Sharded` tensor is looked up:
-the `Recipe` for it says what to call on local parts, and where the result lies. A recipe is derived once, from the
-rules of `dsp.rules` and the decisions of the plan, and kept for all operations alike.
+Between the stages of a `Run` its `Glue` mode sees every torch function. For a function that gets a `Sharded` tensor, a
+`Recipe` says what to call on local shards, and the layout of the result. A recipe is derived once, from the rules of
+`dsp.rules` and the decisions of the plan, and kept for all operations with the same key.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
 
-SAME = "same"  # the recipe of what returns its first argument as it is
+SAME = "same"  # the recipe of an operation that returns its first argument unchanged
 
 
 class Glue(GlueOnWholes):
-    """The mode of a run whose operations between stages run on local parts, where a rule says how."""
+    """The mode of a run whose operations between stages run on local shards, if they have a rule."""
 
     def begin(self) -> None:
         FUNCTIONS.begin()
@@ -51,7 +51,7 @@ class Glue(GlueOnWholes):
             super().wait(what, args, kwargs)
 
     def operate(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
-        """One operation of glue, on local parts: by its recipe, if there is one already."""
+        """Run one operation between stages: by its recipe, or by a new one."""
         run, node = self.run, None
         try:
             key: Any = (func, key_of(args, run.first))
@@ -63,7 +63,7 @@ class Glue(GlueOnWholes):
         if type(recipe) is InTurn:
             node = run.in_turn(recipe.alike)
             recipe = recipe.made.get(node.index)
-        if recipe is SAME:  # of a part it might be a copy, as of one that is not contiguous
+        if recipe is SAME:  # not called on the shard, where it might copy, as .contiguous() does
             return tensor_args(args, kwargs)[0]
         if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
@@ -81,7 +81,7 @@ class Glue(GlueOnWholes):
         return follow(RuledCall(run, recipe.node, func, what, args, kwargs, tensors, shells), recipe)
 
     def brought(self, recipe: Recipe, what: Traits, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with the tensors where the operation needs them."""
+        """The arguments, with the tensors in the layouts that the operation needs."""
         run, call = self.run, recipe.prepared
         run.where = ("glue", recipe.index, what.name)
         if not call.moves:  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ class Glue(GlueOnWholes):
         return replaced(args, kwargs, iter(run.views.bring(tensors, shells, recipe.wanted, recipe.via)))
 
     def first_time(self, op: RuledCall, key: Any) -> Any:
-        """An operation without a recipe, which is kept for those that have its key."""
+        """Run an operation that has no recipe yet, and keep its recipe under `key`."""
         run, tensors, shells, name = op.run, op.tensors, op.shells, op.what.name
         run.refuse_graph()
         alike = None if op.node is None else run.recipes[key].alike
@@ -104,7 +104,7 @@ class Glue(GlueOnWholes):
         if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
             raise GlueError(f"{name}() {KEPT}")
         if op.step is not None and op.step.cuts is not None and not fit(op.step.cuts, tensors):
-            op.node = key = None  # x + 0 before, x + y now
+            op.node = key = None  # the operands differ from the planned ones: x + 0 before, x + y now
         if (made := self.of_wholes(op)) is not NotImplemented:
             return made
         recipe = self.derived(op, key is not None)
@@ -112,7 +112,7 @@ class Glue(GlueOnWholes):
         return follow(op, recipe)
 
     def of_wholes(self, op: RuledCall) -> Any:
-        """The result of an operation on whole tensors that needs no recipe; NotImplemented for any other."""
+        """The result of an operation on replicated tensors that needs no recipe; NotImplemented for any other."""
         if any(s is not None for s in op.shells):
             return NotImplemented
         if op.step is not None and op.step.source is not None:
@@ -123,7 +123,7 @@ class Glue(GlueOnWholes):
             return views(op.func(*op.args, **op.kwargs))
 
     def derived(self, op: RuledCall, keeps: bool) -> Recipe:
-        """How an operation runs; derived once for all of which the plan asks nothing, and that lie alike."""
+        """The recipe of an operation. Operations without a decision in the plan share one per layout of operands."""
         node = op.node
         if not keeps or op.step is not None:
             return derive(op)
@@ -137,11 +137,11 @@ class Glue(GlueOnWholes):
         return found.of(node)
 
     def watched(self, t: Sharded) -> bool:
-        """Tell whether others may have to see a write into it, beside those that share its memory."""
+        """Tell whether a write into `t` may concern other tensors than those that share its memory."""
         return bool(self.run.writes.copied) or "_dsp_copy_of" in t.__dict__ or torch.is_inference_mode_enabled()
 
     def quickly(self, recipe: Recipe, call: PreparedCall, args: Any, kwargs: Any) -> Any:
-        """Run an operation as it ran before, on tensors that lie as it needs them."""
+        """Run an operation by its prepared call, on tensors that have their layouts."""
         if call.narrowed:
             args = list(args)
             for i, cut in call.narrowed:
@@ -160,7 +160,7 @@ class Glue(GlueOnWholes):
         if type(out) is Sharded and call.anew:
             out = plain(out)
         if type(out) is Sharded or out is None:
-            return out  # an argument as it was
+            return out  # an argument, unchanged
         if call.pushes:
             return self.pushed(recipe, out)
         if type(out) is Tensor:
@@ -174,9 +174,9 @@ class Glue(GlueOnWholes):
         return out
 
     def changed(self, call: PreparedCall, args: Any, kwargs: Any, x: Tensor) -> Any:
-        """The local call of an operation that writes, takes other arguments than its own, or may return a view of x."""
+        """The local call of an operation that writes in place, gets replaced arguments, or may return a view of x."""
         if call.writes and torch.is_grad_enabled():
-            _ = args[0].grad_fn  # a view that got a gradient by a write into another one learns of it when asked
+            _ = args[0].grad_fn  # updates the grad_fn of a view whose base got one by a write through another view
         if call.rest is None:
             out = call.call(*args, **kwargs)
         else:
@@ -187,7 +187,7 @@ class Glue(GlueOnWholes):
         return out.clone() if call.copies and memory(out) == memory(x) else out
 
     def related(self, recipe: Recipe, args: Any, made: Sequence[Any], torn: bool) -> None:
-        """Mark results as views of the first argument, or as copies where that is one."""
+        """Mark results as views of the first argument, or as copies if the first argument is a copy."""
         first = args[0]
         if recipe.view is not None:
             for t in made:
@@ -200,7 +200,7 @@ class Glue(GlueOnWholes):
                     t._dsp_copy_of = copied
 
     def several(self, recipe: Recipe, out: Any) -> tuple[Any, Sequence[Any]]:
-        """The results of an operation that returned several tensors, as the model sees them, and the tensors alone."""
+        """The results of an operation that returned several tensors: as the model sees them, and as a flat sequence."""
         if type(out) is tuple or type(out) is list:
             for t, at, number in zip(out, recipe.ats, recipe.numbers):
                 t.__class__, t.at, t.number = Sharded, at, self.run.first + number
@@ -209,7 +209,7 @@ class Glue(GlueOnWholes):
         return map_tensors(out, made), made
 
     def pushed(self, recipe: Recipe, out: Any) -> Any:
-        """The result of local parts, switched to where the plan wants it."""
+        """The local result, switched into the plan's layout."""
         assert recipe.outcome is not None
         cut = recipe.outcome.cut
         assert cut is not None
@@ -224,8 +224,10 @@ class Glue(GlueOnWholes):
         return [self.run.first + number for number in recipe.numbers]
 
     def goes_ahead(self, parts: Sequence[Part]) -> bool:
-        """Tell whether all may be under way while the forward goes on. Not what a checkpoint computes again, whose
-        forward may end before it comes."""
+        """Tell whether all switches may run in the background while the forward goes on.
+
+        Switches inside a checkpoint may not: its recomputation may end before they arrive.
+        """
         script, size = self.run.script, self.run.axis.size
         if saving_hooks(False) is not None or script is None or script.compiled or self.run.by_graph:
             return False
@@ -240,7 +242,7 @@ class Glue(GlueOnWholes):
         return in_backward(self.run, None)
 
     def hooked(self, func: Any, t: Tensor, hook: Any = None) -> Any:
-        """Register a hook on the gradient of a tensor, or have the gradient kept: either is of a single process."""
+        """Register a hook on a tensor's gradient, or retain the gradient: either gets that of a single process."""
         run = self.run
         with NO():
             if isinstance(t, DTensor) or t.is_leaf or not t.requires_grad or (hook is None and isinstance(t, Sharded)):
@@ -250,14 +252,14 @@ class Glue(GlueOnWholes):
 
 
 def send_ahead(run: Run, part: Part) -> Tensor:
-    """A part that nobody writes, switched; nobody reads what it becomes but after `arrive`."""
+    """Start to switch a part, which must not be written meanwhile; its data may be read after `Run.arrive`."""
     made, arrived = ahead(*part.opened(run.axis), run.axis.switching, *(part.pieces or ()), wire=run.axis.wire)
     run.coming[memory(made)] = arrived
     return made
 
 
 def claim(local: Tensor, at: At, number: int) -> Sharded:
-    """A tensor that nobody else holds, and is the part that lies there, as what carries it."""
+    """Turn a local tensor to which nothing else refers into a `Sharded` with layout `at`, in place."""
     if type(local) is not Tensor:
         return carry(local, at, number)
     local.__class__, local.at, local.number = Sharded, at, number  # type: ignore[attr-defined]
@@ -265,16 +267,16 @@ def claim(local: Tensor, at: At, number: int) -> Sharded:
 
 
 def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -> bool:
-    """Tell whether one of LOOKS by this recipe reads no number of its first argument indeed."""
+    """Tell whether an operation of LOOKS, run by this recipe, reads no data of its first argument."""
     call = recipe.prepared if recipe is not None and recipe.ready else None
     if call is None or call.moves or call.pushes:
         return False
-    if name in DTYPE_ARG:  # it is the argument itself, if that is of this type
+    if name in DTYPE_ARG:  # the result is the argument itself, if it already has the dtype
         nothing = plain(args[0]).new_empty(0)
         return not kwargs and func(nothing, *args[1:]) is nothing
     return not call.views or plain(args[0]).is_contiguous()
 
 
 def fit(cuts: Sequence[Cut | None], tensors: Sequence[Tensor]) -> bool:
-    """Tell whether these are as many tensors as a plan has cuts for, and can be cut so."""
+    """Tell whether a plan's cuts fit these tensors, in number and in shape."""
     return len(cuts) == len(tensors) and all(c is None or c.fits(t.shape) for c, t in zip(cuts, tensors))

@@ -1,7 +1,7 @@
 """Hooks on the gradients of tensors between stages: each sees the gradient of a single process, and may change it.
 
-In backward a rank has its shard of a sharded tensor's gradient, N times that of a single process; of a replicated
-tensor it has a summand of that (docs/numerics.md).
+In backward, a rank's gradient of a sharded tensor is its shard of N times the single-process gradient; its gradient of
+a replicated tensor is a summand of N times that gradient (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def at_of(t: Any) -> At | None:
 
 
 class InBackward:
-    """Code of the user that backward calls between stages: it gets gradients of a single process, and returns such.
+    """The user's code that backward calls between stages: it takes and returns gradients of a single process.
 
-    again: a context of operations between stages; in_function: whether it is the backward of an autograd.Function.
+    again: a context for operations between stages; in_function: the code is the backward of an autograd.Function.
     """
 
     in_function = False
@@ -39,10 +39,10 @@ class InBackward:
     def called(
         self, code: Callable[..., Any], grads: Sequence[Any], made: Sequence[At | None], given: Sequence[At | None]
     ) -> Any:
-        """The gradients that go on after `code` was called with `grads`, of tensors that lie as `made`.
+        """Call `code` with `grads`, gradients of tensors in the layouts `made`, and return the gradients to propagate.
 
-        They are of tensors that lie as `given`: N times this rank's shard of a single process's, or one of N equal
-        summands.
+        These are for tensors in the layouts `given`: N times this rank's shard of the single-process gradient, or for a
+        replicated tensor one of N equal summands.
         """
         with observing(self.observer):
             own = list(map(self.of_one_process, grads, made))
@@ -55,7 +55,7 @@ class InBackward:
                 return *map(self.returned, [run] * len(given), found, given), *found[len(given) :]
 
     def of_one_process(self, gradient: Tensor | None, at: At | None) -> Tensor | None:
-        """The gradient of a single process, or this rank's shard of it."""
+        """The single-process gradient, or this rank's shard of it."""
         if gradient is None:
             return None
         whole = gradient if at is not None else torch.ops.dsp.all_reduce(gradient, self.axis.group)
@@ -69,10 +69,10 @@ class InBackward:
 
 
 class GradientHook(InBackward):
-    """A hook on the gradient of a tensor, which lies `at` (None: it is replicated)."""
+    """A hook on the gradient of a tensor; `at`: the tensor's layout (None: replicated)."""
 
     def __init__(self, t: Tensor, axis: Axis, again: Again, hook: Callable[[Tensor], Any] | None) -> None:
-        """hook: of the user, None to have the gradient alone."""
+        """hook: the user's hook; None to convert the gradient only."""
         super().__init__(axis, again)
         self.at, self.hook = at_of(t), hook
 
@@ -80,6 +80,6 @@ class GradientHook(InBackward):
         return self.called(self.changed, [grad], [self.at], [self.at])
 
     def changed(self, grad: Tensor) -> Tensor | None:
-        """The gradient after the hook; of a sharded tensor None if it is as it was."""
+        """The gradient after the hook; None if the hook left the gradient of a sharded tensor unchanged."""
         found = self.hook(grad) if self.hook is not None else None
         return grad if found is None and self.at is None else found

@@ -1,9 +1,10 @@
-"""A forward by its plan as one graph for torch.compile: the operations on local parts, and the plan's collectives.
+"""A forward as one graph for torch.compile: the operations on local shards, and the plan's collectives.
 
-The second call of a kind is recorded, on tensors without data. What stands between the operations, such as this
-library's rules and the model's own Python, ran once and is not in the graph. So a graph holds for calls like that one:
-inputs of the same signature, the same numbers among them, the same modules with the same attributes. Others are
-recorded for themselves. A forward that one graph cannot stand for runs as it does without, which is said once.
+The second call of a signature is recorded, on tensors without data. Python code between the operations, such as this
+library's rules and the model's own code, runs only then and is not in the graph. So a graph is valid for calls like the
+recorded one: inputs of the same signature, the same Python values among them, the same modules with the same
+attributes. Other calls get graphs of their own. A forward that cannot be one graph runs uncompiled; a log message says
+so once.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ from dsp.world import World
 
 log = logging.getLogger("dsp")
 
-MOST = 8  # graphs of one kind of calls
-ORDERLY = ("eager", "aot_eager")  # backends that leave operations in their order, whatever the sizes
+MOST = 8  # graphs per signature
+ORDERLY = ("eager", "aot_eager")  # backends that keep the order of operations, whatever the sizes
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
 CHANGES = "it changes what its modules hold"
 SAID = "compile: %s runs as without it, for %s"
 
 
 class Graphs:
-    """The graphs of a parallelized model, and when each of them holds."""
+    """The graphs of a parallelized model, and the choice of one for a call."""
 
     def __init__(self, model: nn.Module, axis: Axis, backend: str | bool) -> None:
         self.model, self.axis, self.backend = model, axis, "inductor" if backend is True else str(backend)
@@ -70,8 +71,8 @@ class Graphs:
         return Graphs(copy.deepcopy(self.model, memo), self.axis, self.backend)
 
     def graph_for(self, entry: Any, leaves: Sequence[Any]) -> int | None:
-        """The number of the graph for a call of a kind, but its first; that of all so far if it is to be recorded now,
-        and None if it runs without one."""
+        """The index of the graph for a call; the number of graphs so far if a new one has to be recorded, and None if
+        the call runs without a graph. Not for the first call of a signature."""
         if entry.graphs is None or entry.plan is None:
             return None
         if _get_current_function_mode() is not None or saving_hooks(False) is not None:
@@ -92,7 +93,7 @@ class Graphs:
             (log.warning if self.axis.rank == 0 else log.info)(SAID, type(self.model).__name__, reason)
 
     def run(self, runtime: Any, entry: Any, number: int, args: Any, kwargs: Any) -> Any:
-        """The output of a call by its graph, which is recorded if there is none yet. Raises Unfit."""
+        """The output of a call by its graph, which is recorded if it is new. Raise Unfit if there can be none."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         given = [t for t in flat if isinstance(t, Tensor)]
         if any(type(t) not in (Tensor, nn.Parameter, Sharded) for t in given):
@@ -102,7 +103,7 @@ class Graphs:
         return entry.graphs[number](self.axis, [plain(t) for t in given])
 
     def record(self, runtime: Any, entry: Any, flat: list[Any], spec: Any) -> Graph:
-        runtime.agreement.finish()  # it looks at real tensors
+        runtime.agreement.finish()  # reads real tensors, so not while recording
         options, why, made = options_of(flat), "", None
         guards = Guards(self.model, options, self.axis.mesh.device_type)
         drawn = random.getstate(), np.random.get_state()
@@ -120,26 +121,27 @@ class Graphs:
                 why = why or CHANGES
         if drew:
             why = why or "it draws random numbers of Python's or NumPy's"
-        # a rank without a graph, or with another one, might make its collectives in another order
+        # without a graph, or with another graph, a rank might issue its collectives in another order
         if not same(self.axis, (bool(why), made and collectives(made[0].graph))):
             why = why or "another rank could not record it, or otherwise"
         if made is None or why:
             raise Unfit(why)
         backend = self.backend
         if backend not in ORDERLY and not same(self.axis, shapes(made[0].graph)):
-            # a compiler that decides by sizes might put collectives in another order on a rank with smaller parts
+            # a compiler that decides by sizes might order collectives differently on a rank with smaller shards
             backend = "aot_eager"
         for node in made[0].graph.nodes:
-            node.meta.clear()  # of tensors without data
+            node.meta.clear()  # drops the tensors without data
         if backend == "eager":
             return Graph(guards, *made, made[0])
-        # of the method: by the module an error in the graph would come to the compiler, as one of its own
+        # the method, not the module: an error inside a module's graph would be reported as the compiler's own
         compiled = torch.compile(made[0].forward, fullgraph=True, dynamic=False, backend=backend)
         return Graph(guards, *made, compiled)
 
 
 class Graph:
-    """A recorded forward: `plainly` operation by operation, `compiled` otherwise."""
+    """A recorded forward. plainly: the graph run operation by operation; compiled: the compiled graph; lies: the
+    layouts of its outputs."""
 
     def __init__(
         self, guards: Guards, plainly: GraphModule, output: Any, lies: Sequence[At | bool], compiled: Any
@@ -148,7 +150,7 @@ class Graph:
         self.guards, self.plainly, self.output, self.lies, self.compiled = guards, plainly, output, lies, compiled
 
     def __call__(self, axis: Axis, locals_: list[Tensor]) -> Any:
-        if _get_current_dispatch_mode() is not None:  # one that counts, say: what is compiled shows it no operation
+        if _get_current_dispatch_mode() is not None:  # a mode, such as a counter, sees no operation of compiled code
             made = self.plainly(*locals_)
         elif self.called:
             made = self.compiled(*locals_)
@@ -158,12 +160,12 @@ class Graph:
 
     def at_first(self, locals_: list[Tensor]) -> Any:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*is not a leaf Tensor")  # the compiler asks, and hides that
+            warnings.filterwarnings("ignore", ".*is not a leaf Tensor")  # the compiler reads .grad of its inputs
             return self.compiled(*locals_)
 
 
 def recorded(runtime: Any, entry: Any, flat: list[Any], spec: Any) -> tuple[GraphModule, Any, list[At | bool]]:
-    """The graph of a forward, on local parts of the tensors among its arguments, and what it returns."""
+    """The graph of a forward on local tensors, the structure of its output, and the layouts of its results."""
     script, model = entry.plan.script, runtime.model
     held = unique([*model.named_parameters(), *model.named_buffers()])
     names, weights = [name for name, _ in held], [w for _, w in held]
@@ -198,7 +200,7 @@ def recorded(runtime: Any, entry: Any, flat: list[Any], spec: Any) -> tuple[Grap
 
     holder = Forward()
     locals_ = [plain(t) for t in flat if isinstance(t, Tensor)]
-    # each is one of its own, also where two are the same tensor now; and a leaf, for torch asks those alone for .grad
+    # distinct inputs even if two are the same tensor now; and leaves, because torch reads .grad of leaves only
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in locals_]
     graph = graph_of(forward, weights, *leaves)
     if run.unknown is not None:
@@ -229,7 +231,7 @@ def refuse_for(reasons: Sequence[str]) -> None:
 
 
 def reasons_before(runtime: Any, script: Script, flat: list[Any], weights: list[Tensor]) -> Iterator[str]:
-    """The reasons against a graph that are known before the forward is recorded."""
+    """The reasons against a graph that are known before recording."""
     if script.recorded:
         yield "it finds its way by what its tensors hold"
     if script.random_glue or script.random_stages:
@@ -248,7 +250,7 @@ def reasons_before(runtime: Any, script: Script, flat: list[Any], weights: list[
 
 
 def reasons_in(graph: GraphModule, output: Any, made: Sequence[Made], backend: str) -> Iterator[str]:
-    """The reasons against a graph that its recording shows."""
+    """The reasons against a graph that the recording shows."""
     if not made:
         yield "it returns no tensor"
     if function := own_function([t for t, _ in made]):
@@ -262,7 +264,7 @@ def reasons_in(graph: GraphModule, output: Any, made: Sequence[Made], backend: s
 
 
 def own_function(tensors: Iterable[Tensor]) -> str:
-    """The name of an autograd.Function that these come of and that is no op's; nothing if there is none."""
+    """The name of an autograd.Function, other than a custom op's, in the history of these tensors; "" if none is."""
     waiting, seen = [t.grad_fn for t in tensors], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -295,7 +297,7 @@ def recurrences(graph: GraphModule) -> Iterator[str]:
 
 
 def strangers(graph: GraphModule) -> Iterator[str]:
-    """Tensors that came neither by the inputs nor with the modules; those that are no weights are constants."""
+    """Reasons against a graph: weights or fake tensors that neither inputs nor modules hold; others are constant."""
     for node in graph.graph.nodes:
         held = getattr(graph, node.target, None) if node.op == "get_attr" else None
         if isinstance(held, (nn.Parameter, FakeTensor)):
@@ -303,7 +305,7 @@ def strangers(graph: GraphModule) -> Iterator[str]:
 
 
 def hold(graph: GraphModule, weights: Sequence[Tensor]) -> None:
-    """Make weights, which are the first arguments of a graph, attributes of it."""
+    """Turn weights, the first arguments of a graph, into its attributes."""
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for i, (place, weight) in enumerate(zip(places, weights)):
         name = f"weight_{i}"
@@ -320,7 +322,7 @@ def hold(graph: GraphModule, weights: Sequence[Tensor]) -> None:
 
 
 def collectives(graph: torch.fx.Graph) -> list[Any]:
-    """Those of a graph in their order, with what is alike on all ranks."""
+    """The collectives of a graph in order, each with its arguments that are the same on all ranks."""
     found = []
     for node in graph.nodes:
         op = node.target
@@ -330,19 +332,19 @@ def collectives(graph: torch.fx.Graph) -> list[Any]:
 
 
 def told(argument: Any) -> bool:
-    """Tell whether an argument of a node is no other node, nor a list of such."""
+    """Tell whether an argument of a node is a constant: not another node, nor a list of nodes."""
     return isinstance(argument, (int, str)) or (
         isinstance(argument, (list, tuple)) and all(isinstance(a, int) for a in argument)
     )
 
 
 def shapes(graph: torch.fx.Graph) -> list[Any]:
-    """The shapes that a compiler may decide by."""
+    """The shapes by which a compiler may decide."""
     return [(str(node.target), [tuple(t.shape) for t in tensors_in(node.meta.get("val"))]) for node in graph.nodes]
 
 
 class RefuseUnseen(TorchFunctionMode):
-    """While it is entered, what a graph would not do again is refused."""
+    """A mode that refuses functions whose effect a graph would not repeat."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in UNSEEN:

@@ -1,4 +1,4 @@
-"""The assumptions of a recorded graph: what modules hold, numbers among the inputs, torch's state."""
+"""The assumptions of a recorded graph: attributes of modules, Python values among the inputs, torch's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, partial)
 
 
 class Guards:
-    """Facts about the model, and about the call that was recorded."""
+    """Facts about the model and about the recorded call."""
 
     def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
         self.options, self.device, self.outside = options, device, outside(device)
@@ -31,24 +31,24 @@ class Guards:
         self.kinds = [*map(kind_of, self.weights)]
 
     def hold(self, options: list[Any]) -> bool:
-        """Tell whether all is as it was."""
+        """Tell whether all facts still hold."""
         if self.outside != outside(self.device) or self.kinds != [*map(kind_of, self.weights)]:
             return False
         try:
-            with Differ():  # what is the same object is never compared
+            with Differ():  # Python compares identical objects without calling ==
                 return self.options == options and all(
                     attributes_of(m) == held for m, held in chain(self.modules, self.others)
                 )
-        except Exception:  # other tensors, or arrays
+        except Exception:  # tensors or arrays that are not the same objects
             return False
 
     def written(self) -> bool:
-        """Tell whether anybody wrote into a tensor that a module holds beside its weights."""
+        """Tell whether a tensor that is a module's plain attribute was written."""
         return any(version(t) != before for t, before in self.versions)
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
-    """The attributes of an object, but for the list of its weights that a recurrence makes anew when they change."""
+    """The attributes of an object, without the lists of weights that an RNN rebuilds when its weights change."""
     if isinstance(owner, nn.RNNBase):
         return {k: v for k, v in owner.__dict__.items() if k not in ("_flat_weights", "_flat_weight_refs")}
     return owner.__dict__
@@ -71,13 +71,13 @@ def outside(device: str) -> tuple[Any, ...]:
 
 
 def attributes(held: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """The contents of objects that are attributes of modules and no modules, such as attention processors."""
+    """The attributes of objects, other than modules, that modules hold, such as attention processors."""
     own = {id(v): v for v in held if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, NO_OBJECTS)}
     return [(v, {k: own_containers(x) for k, x in v.__dict__.items()}) for v in own.values()]
 
 
 class Differ(TorchFunctionMode):
-    """Within it no tensor is compared with another."""
+    """A mode in which comparing two tensors raises."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError("a tensor is another one")

@@ -1,4 +1,4 @@
-"""Hooks of distributed runs, such as fully_shard's, on modules between stages: they are no glue of the model."""
+"""Hooks of others, such as fully_shard's, beside the library's own; those on modules between stages are not glue."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from dsp.sharded import ACTIVE, Sharded, plain
 def settle(
     own: Iterable[tuple[nn.Module, int, int]], between: Iterable[dict[int, Any]], backward: Iterable[dict[int, Any]]
 ) -> None:
-    """Put our hooks, of which `own` has module and keys, outside of those that came later (fully_shard's).
+    """Put the library's hooks around those registered later, such as fully_shard's, which must see local tensors.
 
-    Those must see local tensors: ours go first in and last out. And in hooks `between` stages no plan counted what
-    others do, and those for `backward` of stages and modules between them see parts of gradients.
+    own: module and hook keys of the library's hooks; they run first on the way in and last on the way out. between:
+    hooks on modules between stages; no plan covers what distributed hooks do there, so they run aside. backward: hooks
+    on the backward of stages and of modules between them; they see shards of gradients and may not change them.
     """
     for module, pre, post in own:
         before, after = hooks_of(module)
@@ -39,7 +40,7 @@ def settle(
 
 
 class Looking:
-    """A hook on the backward of a module: it may look at gradients and change none, for it sees a rank's parts."""
+    """A hook on a module's backward: it sees this rank's shards of gradients, and must not replace them."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
@@ -54,7 +55,7 @@ class Looking:
 
 
 class Compiled:
-    """The compiled call of a stage, as its compile() made it, between our hooks `pre` and `post`."""
+    """The call of a stage that its own compile() compiled, between the library's hooks `pre` and `post`."""
 
     def __init__(self, module: nn.Module, call: Any, pre: int, post: int) -> None:
         self.module, self.call, self.pre, self.post = module, call, pre, post
@@ -68,7 +69,7 @@ class Compiled:
             try:
                 out = self.call(*args, **kwargs)
             except BaseException:
-                leave(self.module, args, kwargs, None)  # which cleans up
+                leave(self.module, args, kwargs, None)  # cleans up
                 raise
             made = leave(self.module, args, kwargs, out)
         finally:
@@ -77,7 +78,7 @@ class Compiled:
 
 
 def keep_compiled(own: Iterable[tuple[nn.Module, int, int]]) -> None:
-    """Take our hooks out of what the compile() of a stage compiled."""
+    """Take the library's hooks out of the calls that stages' own compile() compiled."""
     for module, pre, post in own:
         call = compiled_call(module)
         if call is not None and not isinstance(call, Compiled):
@@ -85,7 +86,7 @@ def keep_compiled(own: Iterable[tuple[nn.Module, int, int]]) -> None:
 
 
 class Aside:
-    """A hook of a distributed run, such as fully_shard's, on a module between stages: it is no glue of the model."""
+    """A distributed hook, such as fully_shard's, on a module between stages: it runs aside, not as glue."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
@@ -97,8 +98,8 @@ class Aside:
         mode = current[1].mode
         mode.suspend()
         try:
-            # it sees local parts: through an autograd.Function a tensor comes back without its type
-            # and what it hangs on one must not be on a view of another
+            # the hook gets local tensors, because an autograd.Function returns tensors without their subclass; they are
+            # not views, because an attribute or hook set on one must not end up on a view of another tensor
             leaves, spec = pytree.tree_flatten(args)
             result = self.hook(*pytree.tree_unflatten([_own(x) for x in leaves], spec))
             made, spec = pytree.tree_flatten(result)
@@ -108,7 +109,7 @@ class Aside:
 
 
 class Own(torch.autograd.Function):
-    """The same tensor and memory, as no view of it."""
+    """The same data in the same memory, as a tensor that is not a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

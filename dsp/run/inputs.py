@@ -1,4 +1,4 @@
-"""The inputs of a call: their signature, how they are split, and the true gradient of each that asks for one."""
+"""The inputs of a call: their signature, their splits, and their true gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsp.signature import Signature, Slot, got, put
 from dsp.tensors import tensors_in
 
 GIVEN = frozenset({LEAF, "HandedOverBackward"})
-LEAVES = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)})  # of arguments, mostly
+LEAVES = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)})  # the usual arguments
 
 
 def without_data(value: Any) -> bool:
@@ -26,7 +26,7 @@ def without_data(value: Any) -> bool:
 
 
 def given(x: DTensor) -> bool:
-    """Tell whether a sharded input is a leaf or comes from elsewhere, so that nobody averages its gradient."""
+    """Tell whether a sharded input is a leaf or was handed over, so that its gradient is not averaged over ranks."""
     node, index = x.grad_fn, x.output_nr
     while node is not None and node.name() in PASSING:
         node, index = node.next_functions[index]
@@ -34,7 +34,7 @@ def given(x: DTensor) -> bool:
 
 
 def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's inputs, and what tells where each stands: the pytree's, or how many and which names."""
+    """The leaves of a call's inputs, and the spec of their places: a pytree's, or (number of args, *keyword names)."""
     leaves = [*args, *kwargs.values()]
     if LEAVES.issuperset(map(type, leaves)):
         return leaves, (len(args), *kwargs)
@@ -42,7 +42,7 @@ def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any
 
 
 def named(positional: list[str], spec: Any, leaf: int) -> str:
-    """The how-many-th of the inputs' leaves this is, as the forward calls it, whose parameters are `positional`."""
+    """The name of leaf number `leaf` in terms of the forward, whose parameters are `positional`."""
     if isinstance(spec, tuple):
         args, kwargs = range(spec[0]), dict(zip(spec[1:], range(spec[0], spec[0] + len(spec))))
     else:
@@ -53,7 +53,7 @@ def named(positional: list[str], spec: Any, leaf: int) -> str:
 
 
 def describe(leaves: list[Any], spec: Any) -> Any:
-    """The signature of a call's inputs: what a plan depends on."""
+    """The signature of a call's inputs: the properties on which a plan depends."""
     return spec, *map(described, leaves)
 
 
@@ -67,13 +67,13 @@ def described(v: Any) -> Any:
 
 
 def given_cuts(signature: Signature | None, args: Any, kwargs: Any) -> dict[str, Cut]:
-    """The inputs that arrive already sharded."""
+    """The cuts of the inputs that are passed sharded, by parameter."""
     bound = signature.bind(args, kwargs)[1] if signature is not None else []
     return cuts_of({b.param: b.tensor.placements[0] for b in bound if isinstance(b.tensor, DTensor)})
 
 
 class DeclaredInput(NamedTuple):
-    """A declared input: where it stands in args or kwargs, its parameter, where this rank's part of it lies, and its
+    """A declared input. slot: where it stands in args or kwargs; at: the layout of this rank's shard; number: its
     number in the record."""
 
     slot: Slot
@@ -85,7 +85,7 @@ class DeclaredInput(NamedTuple):
 def places(
     axis: Axis, signature: Signature, cuts: Mapping[str, Cut | None], numbers: Mapping[str, int], args: Any, kwargs: Any
 ) -> list[DeclaredInput]:
-    """The declared inputs that come whole and are to be split. Alike for all calls of one signature."""
+    """The declared inputs that are passed replicated and have to be split: the same for all calls of one signature."""
     return [
         DeclaredInput(b.slot, b.param, axis.at(b.tensor.shape, cut), numbers[b.param])
         for b in signature.bind(args, kwargs)[1]
@@ -94,7 +94,7 @@ def places(
 
 
 def split(found: Iterable[DeclaredInput], first: int, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments with this rank's part of each declared input; `first`: see `Run.first`."""
+    """The arguments with this rank's shard of each declared input; `first`: see `Run.first`."""
     args, kwargs = list(args), dict(kwargs)
     for slot, param, at, number in found:
         item = type(slot) is tuple
@@ -109,20 +109,20 @@ def split(found: Iterable[DeclaredInput], first: int, args: Any, kwargs: Any) ->
             put(args, kwargs, slot, shard)
         else:
             held[slot] = shard
-        if is_view(local):  # of the caller's tensor
+        if is_view(local):  # it shares the caller's memory
             shard._dsp_copy_of = f"the model's own input {param!r}"  # type: ignore[attr-defined]
     return tuple(args), kwargs
 
 
 def with_true_gradients(axis: Axis, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, so that each whose gradient is asked gets its true one."""
+    """The arguments, prepared so that each that requires a gradient receives its true gradient."""
 
     def true_gradient(t: Tensor) -> Tensor:
         if not t.requires_grad or isinstance(t, Sharded):  # split above
             return t
         if not isinstance(t, DTensor):
             return WholeInput.apply(t, axis)
-        if not given(t):  # split above, or computed: averaging over ranks is still to come
+        if not given(t):  # computed from parameters, whose gradients are averaged over ranks later
             return t
         cut = cut_of(t.placements[0])
         assert cut is not None

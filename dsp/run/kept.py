@@ -1,6 +1,6 @@
-"""Sharded tensors that a model keeps between calls, such as a cache of keys: where they are, and how they lie.
+"""Sharded tensors that a model keeps between calls, such as a cache of keys: their paths and layouts.
 
-A plan is made for inputs of one signature, and for what earlier calls left as they left it.
+A plan is made for inputs of one signature, and for kept tensors in the layouts in which earlier calls left them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dsp.sharded import Sharded
 from dsp.world import of_library
 
 Path = tuple[tuple[str, Any], ...]  # steps from the model or an argument: attributes and items
-DEEP = 8  # steps of a path
+DEEP = 8  # steps of a path, at most
 
 
 def paths_to(wanted: Iterable[Tensor], *roots: Any) -> list[Path]:
-    """Paths from `roots` to these tensors, through attributes, lists and dicts; not every tensor has one."""
+    """Paths from `roots` to these tensors, through attributes, lists and dicts; a tensor may have none."""
     left = {id(t) for t in wanted}
     waiting, found, seen = deque[tuple[Path, Any]]([((), roots)]), list[Path](), set[int]()
     while waiting and left:
@@ -36,7 +36,7 @@ def paths_to(wanted: Iterable[Tensor], *roots: Any) -> list[Path]:
 
 
 def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
-    """Steps that lead on from an object, each with the value that it leads to."""
+    """The steps from an object to its attributes or items, each with the value found there."""
     if isinstance(it, nn.Module):
         own = {k: v for k, v in it.__dict__.items() if k not in ("_parameters", "_modules")}
         return [(("attr", k), v) for k, v in (own | children_of(it)).items()]
@@ -50,7 +50,7 @@ def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
 
 
 def lying(path: Path, *roots: Any) -> Any:
-    """Layout of the tensor at the end of a path; None if there is none, or it is not sharded."""
+    """The layout of the tensor at the end of a path; None if there is no tensor, or it is not sharded."""
     it: Any = roots
     try:
         for kind, name in path:

@@ -1,4 +1,4 @@
-"""A script as a forward looks it up: each node is found by what it reads, wherever and whenever it comes."""
+"""Look up the script of a forward: a node is found by the operation and the tensors it reads, whenever it runs."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from dsp.plan.script import Alike, Key, Number, PlannedNode, Read, Script, Where
 from dsp.sharded import Sharded
 from dsp.signature import Bound
 
-RECIPES = 65536  # kept for a plan
-NUMBERS = 1 << 32  # of the tensors of a forward, at most
+RECIPES = 65536  # recipes kept for one plan, at most
+NUMBERS = 1 << 32  # tensors numbered in one forward, at most
 
 
 class NoKey(Exception):
-    """An argument that no key can be made of, or a tensor that has to be opened first."""
+    """Raised for an argument that cannot be part of a key, or a tensor that has to be opened first."""
 
 
 class InTurn(NamedTuple):
-    """How several nodes alike run, by their index, as far as is known."""
+    """The recipes of several nodes with the same key, by node index; recipes not yet made are missing."""
 
     alike: Alike
     made: dict[int, Any]
 
 
 class Lookup:
-    """The nodes of a script as a forward comes to them, and how each runs, as far as is known: `recipes`.
+    """The nodes of a script, found one by one as a forward runs.
 
-    first: what the numbers of this forward's tensors count from, above those of all before; one less has a tensor that
-    is not in the script, and `NUMBERS` more those of the next forward. turns: how often nodes came of which the script
-    has several alike, by the `id` of these.
+    recipes: how nodes run, cached by key. first: tensor number 0 of this forward; each forward numbers its tensors
+    from `NUMBERS` above the forward before, and a tensor that is not in the script has the number first - 1. turns:
+    for nodes that share a key, how many have run, by the `id` of their `Alike`.
     """
 
     def __init__(self, script: Script | None, recipes: dict[Any, Any], first: int, turns: Mapping[int, int]) -> None:
         self.script, self.recipes, self.first, self.turns = script, recipes, first, dict(turns)
         self.on_wholes = script.on_wholes if script is not None else frozenset[str]()
-        self.unknown: Where | None = None  # the first thing that it did and its script does not have
-        self.declared: dict[int, int] = {}  # the numbers of declared inputs that came as DTensors, by id
+        self.unknown: Where | None = None  # the forward's first stage call or operation that is not in the script
+        self.declared: dict[int, int] = {}  # the numbers of declared inputs passed as DTensors, by the DTensor's id
 
     def reads(self, tensors: Sequence[Tensor], shells: Sequence[Sharded | None]) -> list[Read]:
-        """The tensors of a node as its key has them."""
+        """The tensors of a node in the form that keys use."""
         return [
             tuple(t.shape) if s is None else Number(s.number - self.first, s.at.shape) for t, s in zip(tensors, shells)
         ]
 
     def find(self, key: Key) -> tuple[Alike | None, PlannedNode | None]:
-        """The nodes of a key, and that of them whose turn it is; or else the only one that reads these tensors."""
+        """The nodes with this key, and the one whose turn it is; if none, the only node that reads these tensors."""
         if self.script is None:
             return None, None
         alike = self.script.nodes.get(key)
@@ -60,7 +60,7 @@ class Lookup:
         return alike, self.in_turn(alike)
 
     def in_turn(self, alike: Alike) -> PlannedNode:
-        """That of several nodes alike which comes now."""
+        """The next node in order among those that share a key."""
         nodes = alike.nodes
         if len(nodes) == 1:
             return nodes[0]
@@ -69,7 +69,7 @@ class Lookup:
         return nodes[min(turn, len(nodes) - 1)]
 
     def declare(self, bound: Iterable[Bound]) -> None:
-        """Number the declared inputs that came sharded."""
+        """Number the declared inputs that were passed sharded."""
         assert self.script is not None
         for b in bound:
             number = self.script.numbers.get(b.param)
@@ -79,12 +79,12 @@ class Lookup:
                 self.declared[id(b.tensor)] = number
 
     def met(self, t: Sharded) -> None:
-        """Give a tensor that an earlier call left its number in this forward."""
+        """Number a tensor that an earlier call left behind, such as a cache."""
         _, node = self.find(("left", "", (t.at.shape, t.at.cut)))
         t.number = self.first + (-1 if node is None else node.results[0])
 
     def keep_in_turn(self, key: Any, alike: Alike | None, node: PlannedNode | None, made: Any) -> None:
-        """Keep how a node runs, beside those that are alike; for no key, nothing."""
+        """Keep the recipe of a node, separately for each node that shares the key; without a key, keep nothing."""
         if key is None:
             return
         if alike is None or node is None or len(alike.nodes) == 1:
@@ -95,7 +95,7 @@ class Lookup:
         self.recipes[key].made[node.index] = made
 
     def keep(self, key: Any, recipe: Any) -> None:
-        """Keep how all that have this key run from now on."""
+        """Keep the recipe for every later node with this key."""
         if len(self.recipes) >= RECIPES:
             self.recipes.clear()
         self.recipes[key] = recipe

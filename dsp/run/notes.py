@@ -1,4 +1,4 @@
-"""Notes on errors that a model's own code raises: between its stages, where tensors are sharded, and inside of one."""
+"""Notes on errors from a model's own code: between stages, where tensors are sharded, and inside a stage."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dsp.tensors import tensors_in
 
 
 def add_note(model: nn.Module, error: Exception) -> None:
-    """Say of an error that a model raised with a sharded tensor at hand what that is, and what to make a stage.
+    """Add a note to an error raised where a sharded tensor was in use: what that is, and what to make a stage.
 
-    Nothing is said of dsp's own errors, which say it themselves.
+    The library's own errors get no note: they explain themselves.
     """
     if isinstance(error, (GlueError, NotationError)):
         return
@@ -41,7 +41,7 @@ def add_note(model: nn.Module, error: Exception) -> None:
 
 
 def _sharded(frame: FrameType) -> str:
-    """The name of a variable that holds a sharded tensor, if there is one."""
+    """The name of a variable that holds a sharded tensor; "" if there is none."""
     held = (name for name, value in frame.f_locals.items() if any(isinstance(t, Sharded) for t in tensors_in(value)))
     return next(held, "")
 
@@ -57,7 +57,7 @@ def _module(model: nn.Module, lines: list[Line]) -> tuple[str, str]:
 
 
 def of_a_collective(error: BaseException) -> bool:
-    """Tell whether torch.distributed raised an error, as when the connection to another rank breaks."""
+    """Tell whether torch.distributed raised this error, as when the connection to another rank breaks."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -67,7 +67,7 @@ def of_a_collective(error: BaseException) -> bool:
 def misread(
     stage: Stage, decision: StageDecision, place: RankPart, tensors: Sequence[Tensor], error: BaseException
 ) -> str:
-    """A guess at what the pattern missed of a stage that raised `error` on a part, though not on the whole."""
+    """A message for a stage that raised `error` on a shard but not on full tensors: what its pattern may lack."""
     name = decision.option.name
     assert name is not None
     said = f"{stage.where} ran on the whole, but on {place.own} of {place.size} along {name!r} it raised: {error}. "

@@ -1,4 +1,4 @@
-"""The outputs of a call: brought to where they are handed out, and handed out."""
+"""The outputs of a call: gathered if asked, or returned as DTensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dsp.run.forward import Run
 from dsp.sharded import plain
 from dsp.tensors import map_tensors, tensors_in
 
-Made = tuple[Tensor, At | bool]  # and where it lies; of a whole one, whether it was gathered
+Made = tuple[Tensor, At | bool]  # a local tensor and its layout; for a full tensor, whether it was gathered
 
 
 def bring_out(run: Run, output: Any, root: StagePattern | None, gathers: bool) -> list[Made]:
-    """The tensors of what a forward returned, as this rank hands them out; those that were sharded whole if asked."""
+    """The tensors of a forward's output as local tensors; sharded ones are gathered if `gathers`."""
     found: list[Made] = []
     for i, t in enumerate(tensors_in(output)):
         run.where = ("output", i, "output")
@@ -39,7 +39,7 @@ def bring_out(run: Run, output: Any, root: StagePattern | None, gathers: bool) -
 
 
 def hand_out(axis: Axis, output: Any, made: Sequence[Made], witness: Any = None) -> Any:
-    """The same output with these tensors; `witness` is a hook for the gradients of all."""
+    """The output with its tensors replaced by `made`; `witness`: a hook for the gradients of all of them."""
     finished = []
     for t, lies in made:
         if isinstance(lies, At):

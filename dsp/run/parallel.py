@@ -1,4 +1,4 @@
-"""parallelize: hooks on the stages, a wrapped forward on the model. Inside a stage tensors are local and plain."""
+"""parallelize: hooks on the stages, and a runtime in the place of the model's forward. Stages see local tensors."""
 
 from __future__ import annotations
 
@@ -93,36 +93,37 @@ def parallelize(
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
-    model: a module; or a pipeline of diffusers, of which each part is parallelized whose class is known, transformers,
-    U-Nets and the methods of autoencoders. mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one; of a
-    pipeline also one of two axes, the first of which shares out the batch of each call, such as guidance's two
-    predictions. stages:
-    submodule pattern to stage string, by default ``model.stages``, or what `dsp.known` has for its class; the key
-    ``""`` names the model's own inputs and outputs. The parallel model takes what the
-    bare one takes: whole tensors, the same on every rank, or DTensors sharded over `mesh`; it returns whole tensors, or
-    with ``gather_output=False`` DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over the
-    ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient.
+    model: a module, or a pipeline of diffusers. A pipeline's parts of known classes are parallelized: transformers,
+    U-Nets and the methods of autoencoders. mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one. A pipeline's
+    mesh may have two axes: the first divides the batch of each call, such as guidance's two predictions. stages:
+    submodule pattern to stage string, by default ``model.stages``, or the stages that `dsp.known` has for its class;
+    the key ``""`` names the model's own inputs and outputs. The parallel model takes the inputs of the bare model:
+    full tensors, the same on every rank, or DTensors sharded over `mesh`. It returns full tensors; with
+    ``gather_output=False`` it returns DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over
+    the ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient.
 
-    compile: True, or a backend of torch.compile, has it compile the forward, collectives and all, as one graph: from
-    the second call with inputs of one signature on, where one graph can stand for it (docs/compile.md); others run
-    as without, with a warning that says why.
+    compile: True, or the name of a backend of torch.compile, compiles the forward with its collectives as one graph,
+    from the second call with inputs of one signature on (docs/compile.md). If one graph cannot replace a forward, it
+    runs uncompiled, with a warning that says why.
 
-    wire: what a switch sends of real numbers: ``"same"``, as they are; or ``"bf16"``, ``"fp8"`` or ``"int8"``, in fewer
-    bits, which is not exact (docs/wire.md); ``{"forward": ..., "backward": ...}`` has one for gradients. All else
-    that is sent is exact.
+    wire: the format in which a switch sends real numbers: ``"same"``, unchanged; or ``"bf16"``, ``"fp8"`` or
+    ``"int8"``, in fewer bits, which is not exact (docs/wire.md). ``{"forward": ..., "backward": ...}`` sets the format
+    of gradients apart. All other traffic is exact.
 
     route: how a switch goes over ranks of several nodes: ``"direct"``, the default, in one all-to-all;
     ``"hierarchical"``, within nodes first and then between them, in fewer and larger messages; ``"rounds"``, to one
     rank after the other; or ``"auto"``, the quickest of these for each switch's size, by links measured now, or
-    those of a `dsp.Hardware`. A node has LOCAL_WORLD_SIZE ranks, or as `dsp.Route` says. With a route `mesh` may have
-    two axes, nodes and the ranks in one, that are used as one; DTensors are then over that one, ``output.device_mesh``.
-    overlap: a number of pieces, 2 to 4, in which a stage runs whose result is switched: each piece travels while the
-    next one is computed, in backward as well (docs/overlap.md). "auto" measures the links and cuts where that saves
-    time; a `dsp.Hardware` is one to decide by without measuring. A switch brings the same numbers; gradients of weights
-    are added up piece by piece, which rounds otherwise.
+    those of a `dsp.Hardware`. A node has LOCAL_WORLD_SIZE ranks, unless a `dsp.Route` says otherwise. With a route,
+    `mesh` may have two axes, nodes and ranks within a node; they are used as one axis, the mesh of DTensor outputs
+    (``output.device_mesh``).
+
+    overlap: the number of pieces, 2 to 4, in which to run a stage whose result is switched: each piece travels while
+    the next one is computed, in backward as well (docs/overlap.md). "auto" measures the links and cuts where that saves
+    time; a `dsp.Hardware` decides the same without measuring. Switched numbers are the same; gradients of weights are
+    added up piece by piece, which rounds differently.
 
     At size 1 the model is returned untouched. Compile inner forwards and apply `fully_shard` after this. Call it on
-    every rank of `mesh`: they compare their models, stages and versions, and raise RuntimeError where these differ.
+    every rank of `mesh`: the ranks compare models, stages and versions, and raise RuntimeError if these differ.
     """
     refuse_overlap(overlap)
     if compile and overlap is not None:
@@ -158,16 +159,16 @@ def parallelize(
 
 
 def kind_of(model: nn.Module) -> torch.dtype:
-    """The type in which a model computes, by its parameters."""
+    """The dtype in which a model computes: that of its first floating-point parameter."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 @dataclass(eq=False, kw_only=True)
 class FullEntry(CallEntry):
-    """The state of calls whose inputs have one signature, of which `number` is made.
+    """The state shared by calls with one signature of inputs; `number`: a hash of the signature.
 
-    told: what was said of runs that send other than planned. graphs: those of ``compile``. astray: the key of a plan
-    that a run left, until the next call makes another one; anew: whether one has been made so.
+    told: the message logged about traffic that differs from the plan. graphs: the graphs of ``compile``. astray: the
+    key of a plan that a run left, until the next call makes a new plan; anew: such a new plan has been made.
     """
 
     number: int
@@ -180,8 +181,8 @@ class FullEntry(CallEntry):
 class FullRuntime(Runtime):
     """The runtime that `dsp.parallelize` adds to a model.
 
-    Operations between stages run on parts, where a rule says how. Ranks agree, what is sent is compared with the plan,
-    a forward that reads its data is recorded, and may be one graph.
+    It runs operations between stages on shards, if they have a rule; checks that ranks agree; compares traffic with the
+    plan; records forwards that read their data; and runs forwards as one graph, if asked to.
     """
 
     OWN = f"{Runtime.OWN} between followed_in backward agreement graphs"
@@ -193,11 +194,11 @@ class FullRuntime(Runtime):
         super().__init__(model, axis, stages, root, gather_output)
         self.overlap = overlap
         self.graphs = Graphs(model, axis, compile) if compile else None
-        self.kept: list[Path] = []  # to sharded tensors that earlier calls left, and forwards met
-        self.advice = ""  # what runs whole, as it was said
+        self.kept: list[Path] = []  # paths to sharded tensors that earlier calls left and later forwards read
+        self.advice = ""  # the message logged about operations that run replicated
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters), model)
         self.stage_calls = PieceCalls(axis, self.agreement)
-        self.counts = not any(stage.around for stage in stages)  # whether a plan knows all that a run sends
+        self.counts = not any(stage.around for stage in stages)  # whether the plan covers all traffic of a run
         self.idle = threading.Lock()  # held while a forward runs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullRuntime:
@@ -263,7 +264,7 @@ class FullRuntime(Runtime):
                 self.plan_again(entry, args, kwargs)
         graph = None if self.graphs is None or fresh else self.graphs.graph_for(entry, leaves)
         plan = entry.plan
-        way = entry.number + (plan is None) + (0 if graph is None else 2 + graph)  # ranks agree on that, too
+        way = entry.number + (plan is None) + (0 if graph is None else 2 + graph)  # compared between ranks, too
         self.agreement.start(leaves, spec, way, wait=fresh or plan is None)
         if fresh:
             self.agree_on(plan)
@@ -277,7 +278,7 @@ class FullRuntime(Runtime):
             return self.followed(run, entry, args, kwargs)
 
     def agree_on(self, plan: Plan | None) -> None:
-        """Raise RuntimeError on every rank if ranks hold other weights, or made other plans."""
+        """Raise RuntimeError on every rank if weights or plans differ between ranks."""
         same_weights(self.axis, self.model)
         if not same(self.axis, plan.script.key() if plan is not None else ""):
             raise RuntimeError(DIFFER)
@@ -288,7 +289,7 @@ class FullRuntime(Runtime):
                 self.compiled(m)
 
     def compiled(self, m: nn.Module) -> None:
-        """A module that its compile() compiled stays so if it is a stage. Raises RuntimeError if it is between them."""
+        """Keep a stage that its own compile() compiled. Raise RuntimeError if such a module is between stages."""
         if any(m is stage.module for stage in self.stages):
             keep_compiled(self.hooks)
             return
@@ -303,7 +304,7 @@ class FullRuntime(Runtime):
         )
 
     def followed(self, run: Run, entry: FullEntry, args: Any, kwargs: Any) -> Any:
-        """The forward by its plan, or else as it chooses."""
+        """The output of a forward that follows its plan, or without a plan chooses greedily and is recorded."""
         args, kwargs = self.taken(run, entry, args, kwargs)
         if run.script is None:
             run.recorder = Recorder(self.axis.size, run.root_sizes)
@@ -329,14 +330,14 @@ class FullRuntime(Runtime):
             run.arrive()
         run.observe("root_outputs", output)
         plan, check = entry.plan, run.traffic_check
-        if plan is None and run.within is None:  # a checkpoint calls the model again, and it has to go the same way
+        if plan is None and run.within is None:  # a checkpoint will call the model again: same choices, so no new plan
             args, kwargs = given
             entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
         output = super().finished(run, entry, output, given)
         if check is not None:
             check.end()
         if plan is not None and run.unknown and not plan.script.recorded and run.within is None:
-            # a cache that was filled, a branch: the next call makes another plan, or is recorded for those after it
+            # a filled cache, another branch: the next call makes a new plan; if that fails again, it is recorded
             if entry.anew:
                 entry.plan = None
             else:
@@ -344,7 +345,7 @@ class FullRuntime(Runtime):
         return output
 
     def explain(self, run: Run, error: Exception) -> None:
-        """Raise what an error comes of in the user's words, where that is known; add a note to any other."""
+        """Raise an error that names the cause in the user's terms, if it is known; otherwise add a note to `error`."""
         with suppress(Exception):  # nobody will read it, but what nobody waited for is kept for good
             run.arrive()
         if run.misread is not None and run.misread[0] is error:
@@ -355,7 +356,7 @@ class FullRuntime(Runtime):
             add_note(self.model, error)
 
     def recorded(self, run: Run, given: Mapping[str, Cut]) -> Plan | None:
-        """The plan of a run that had none, for the next ones; None if it cannot be made, or not alike on all ranks."""
+        """The plan of a recorded run, for later calls; None if it cannot be made or differs between ranks."""
         plan = None
         found: Trace | None = None
         if run.recorder is not None:
@@ -370,7 +371,7 @@ class FullRuntime(Runtime):
         return plan if same(self.axis, plan.script.key() if plan is not None else "") else None
 
     def traffic_check(self, plan: Plan, entry: FullEntry, run: Run) -> TrafficCheck:
-        """The account of a run, which says so, once, if the run sends other than its plan."""
+        """The traffic check of a run; it logs once per entry if the traffic differs from the plan."""
         if plan.script.planned_counts is None:
             plan.script.planned_counts = PlannedCounts(plan, self.axis.rank)
 
@@ -382,7 +383,7 @@ class FullRuntime(Runtime):
         return TrafficCheck(plan.script.planned_counts, run, say)
 
     def plan_again(self, entry: FullEntry, args: Any, kwargs: Any) -> None:
-        """Another plan for calls whose forwards left theirs; none if it is the same."""
+        """Make a new plan for calls whose forwards left theirs; keep none if the new plan is the same."""
         plan, left = self.make_plan(args, kwargs), entry.astray
         entry.plan, entry.astray, entry.anew, entry.graphs = None, "", True, []
         if plan is not None and plan.script.key() != left:
@@ -406,7 +407,7 @@ class FullRuntime(Runtime):
         except (NotationError, GlueError):
             raise
         except Exception as error:
-            # a forward that needs real data to find its way: this call chooses as it goes, the next ones by its record
+            # the forward branches on real data: this call chooses greedily, later calls follow a plan of its record
             log.info("no plan ahead of the run, stages choose greedily: %s: %s", type(error).__name__, error)
             return None
         more = paths_to(t.left, self.model, args, kwargs) if t.left else []

@@ -1,4 +1,4 @@
-"""A stage that runs piece by piece along its sharded dim, so that the switch of each piece travels meanwhile."""
+"""A stage that runs piece by piece along its sharded dim: one piece is switched while the next is computed."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from dsp.tensors import map_tensors, tensors_in
 
 
 def in_pieces(stages: Sequence[Stage], script: Script) -> list[InPieces]:
-    """Have the stages that a script cuts run piece by piece, until they are let go of."""
+    """Make the stages that a script cuts run piece by piece, until `let_go` is called on each."""
     modules = dict.fromkeys(stage.module for stage in stages if stage.name in script.in_pieces)
     return [InPieces(m) for m in modules if compiled_call(m) is None]
 
 
 class InPieces:
-    """The forward of a stage while a run goes on: for a call that the plan cuts, once for each piece.
+    """A stage's forward during a run. If the plan cuts the call, it calls the stage's own forward once per piece.
 
-    It runs within the hooks of others on the stage, such as fully_shard's, and around what became of the stage's own
+    It runs inside the hooks of others on the stage, such as fully_shard's, and outside of wrappers of the stage's own
     forward, such as an activation checkpoint.
     """
 
@@ -46,7 +46,7 @@ class InPieces:
         module.__dict__["forward"] = self
 
     def let_go(self) -> None:
-        """Give the stage its own forward back."""
+        """Restore the stage's own forward."""
         if self.before is None:
             del self.module.__dict__["forward"]
         else:
@@ -60,11 +60,11 @@ class InPieces:
         return pieces.run(self.forward, args, kwargs)
 
 
-MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # what a stage may raise that is given other shapes
+MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # errors of a stage that gets unexpected shapes
 
 
 class PieceCalls(StageCalls):
-    """The hooks of stages, some of which run piece by piece; `agreement` is looked at before the first switch."""
+    """The hooks of stages, some of which run piece by piece; `agreement` is checked before the first switch."""
 
     def __init__(self, axis: Axis, agreement: Agreement) -> None:
         super().__init__(axis)
@@ -78,7 +78,7 @@ class PieceCalls(StageCalls):
         self.agreement.before_switching()
 
     def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
-        """Keep what may be amiss with the pattern of a stage that raised."""
+        """Keep a message on what the pattern of a stage that raised may lack."""
         super().failed(run, inside, error)
         parted = run.script is not None and inside.decision.option.name is not None
         if parted and type(error) in MISFITS and not of_a_collective(error):
@@ -101,7 +101,7 @@ class PieceCalls(StageCalls):
 
 
 def cut_up(decision: StageDecision, step: StageStep, shells: Sequence[Sharded | None]) -> None:
-    """Make it a decision that runs in pieces, on tensors that lie so."""
+    """Turn a decision into one that runs in pieces, on tensors in the layouts of `shells`."""
     ranks, parts = decision.place.peers
     cut = zip(*[piece_sizes(part, step.pieces) for part in parts])
     decision.pieces = [
@@ -112,29 +112,29 @@ def cut_up(decision: StageDecision, step: StageStep, shells: Sequence[Sharded | 
 
 
 class Pieces:
-    """One call of a stage, piece by piece. `landed`: where its results lie once it ran."""
+    """One call of a stage, piece by piece. `landed`: the layouts of its results after the call."""
 
     def __init__(self, calls: StageCalls, run: Run, stage: Stage, decision: StageDecision) -> None:
         self.calls, self.run_, self.stage, self.decision = calls, run, stage, decision
         self.begun, self.landed = False, list[At]()
-        self.coming: dict[int, ChunkedSwitch] = {}  # of the tensors that come in pieces, by their number
-        self.leaving: dict[int, ChunkedSwitch] = {}  # likewise of results
-        self.made: list[list[Tensor]] = []  # of each result its pieces, or those that are still to be sent
+        self.coming: dict[int, ChunkedSwitch] = {}  # the switches of arguments that arrive in pieces, by position
+        self.leaving: dict[int, ChunkedSwitch] = {}  # the switches of results, by position
+        self.made: list[list[Tensor]] = []  # for each result, its pieces that are kept or not yet sent
 
     def let_go(self) -> None:
-        """Wait for what nobody will read any more."""
+        """Wait for the switches under way, whose results are no longer needed."""
         for switch in (*self.coming.values(), *self.leaving.values()):
             switch.let_go()
 
     # --- in ---
 
     def wanted(self, shells: Sequence[Sharded | None]) -> list[Cut | None]:
-        """The cuts in which the tensors are to be brought: of those that come in pieces the ones that they have."""
+        """The cuts that the tensors must have at the start; tensors that arrive in pieces keep their present cut."""
         cuts = enumerate(zip(shells, self.decision.cuts))
         return [s.at.cut if s is not None and k in self.decision.ahead else c for k, (s, c) in cuts]
 
     def start(self, shells: Sequence[Sharded | None], args: Any, kwargs: Any) -> None:
-        """Send the tensors that come in pieces; in the stage's arguments, a token for each piece is in their place."""
+        """Start to switch the tensors that arrive in pieces; tokens for the pieces replace them in the arguments."""
         for k in sorted(self.decision.ahead):
             x, cut, slot = shells[k], self.decision.cuts[k], self.decision.slots[k]
             assert x is not None
@@ -149,7 +149,7 @@ class Pieces:
         return ChunkedSwitch(cut.dim, other.dim, sizes, axis.group, len(self.decision.pieces), formats)
 
     def run(self, forward: Any, args: Any, kwargs: Any) -> Any:
-        """The stage's output on this rank's part, with what the plan switches switched."""
+        """The stage's output on this rank's shard, with the results switched as planned."""
         self.begun, decision = True, self.decision
         given = [args[slot] if type(slot) is int else kwargs[slot] for slot in decision.slots]
         cut = [x if k in self.coming else self.taken_apart(x, c) for k, (x, c) in enumerate(zip(given, decision.cuts))]
@@ -162,15 +162,15 @@ class Pieces:
         return map_tensors(out, self.results())
 
     def taken_apart(self, x: Any, cut: Cut | None) -> Sequence[Any]:
-        """The parts of a tensor that the pieces are given."""
+        """The parts of a tensor, one for each piece."""
         sizes = [piece.place.own for piece in self.decision.pieces]
-        if cut is None or not any(sizes):  # a dummy row already
+        if cut is None or not any(sizes):  # replicated, or already a dummy row
             return [x] * len(sizes)
         order = order_of(x)
         return [dense(part, order) for part in x.split(sizes, cut.dim)]
 
     def piece_of(self, k: int, x: Any, i: int) -> Any:
-        """The part of the k-th tensor that piece i is given, which may still come; of an empty one a dummy row."""
+        """Piece i's part of the k-th tensor, waited for if it is in transfer; a dummy row if it is empty."""
         cut, own = self.decision.cuts[k], self.decision.pieces[i].place.own
         if k in self.coming:
             with self.run_.outside_stage():
@@ -183,12 +183,12 @@ class Pieces:
     # --- out ---
 
     def carried(self, tensors: Sequence[Tensor]) -> list[Sharded]:
-        """The stage's results, which `run` made, as the model sees them."""
+        """The stage's results, made by `run`, as the model sees them."""
         numbers = self.decision.node.results  # type: ignore[union-attr]
         return [carry(t, at, self.run_.first + number) for t, at, number in zip(tensors, self.landed, numbers)]
 
     def keep(self, piece: StageDecision, out: Any) -> None:
-        """Send what a piece returned, or keep it."""
+        """Send the results of a piece, or keep them."""
         calls, run = self.calls, self.run_
         calls.refuse_sizes(run, self.stage, self.decision, out)
         tensors = [*map(waited, tensors_in(out))]
@@ -196,13 +196,13 @@ class Pieces:
         tensors = calls.of_part(piece, [], tensors, self.landed)
         self.made = self.made or [[] for _ in tensors]
         for k, (t, own) in enumerate(zip(tensors, self.made)):
-            if run.again or self.target(k) is None:  # computed again: what nobody asks for is not sent
+            if run.again or self.target(k) is None:  # in recomputation, results are sent only if they are needed
                 own.append(t)
             else:
                 self.send(k, t)
 
     def target(self, k: int) -> Cut | None:
-        """The cut that a result is switched to, if it is."""
+        """The cut to which the plan switches a result; None if it is not switched."""
         push = self.decision.step.push  # type: ignore[union-attr]
         return push[k] if k < len(push) and push[k] != self.landed[k].cut else None
 
@@ -217,7 +217,7 @@ class Pieces:
             self.leaving[k].send(piece)
 
     def results(self) -> list[Tensor]:
-        """The results in one piece each, where the plan wants them."""
+        """The results, joined, in the plan's layouts."""
         found, lie = list[Tensor](), list[At]()
         for k, (own, at) in enumerate(zip(self.made, self.landed)):
             if (target := self.target(k)) is None:

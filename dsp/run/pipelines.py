@@ -1,7 +1,7 @@
 """Pipelines and autoencoders: their parts, each as a module that is parallelized by a known line.
 
-An autoencoder is called by its methods, ``decode`` and ``encode``, which work tile by tile and frame by frame before
-they come to a forward. So each method is a module of its own here, and takes the place of the method.
+An autoencoder is called by its methods ``decode`` and ``encode``, which split the work into tiles and frames before
+they call a forward. So each method becomes a module here, and the module replaces the method.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dsp.signature import Signature
 
 log = logging.getLogger("dsp")
 
-TAKES = {"decode": "z", "encode": "x"}  # name of a method's tensor
+TAKES = {"decode": "z", "encode": "x"}  # the name of each method's tensor argument
 
 
 @dataclass(frozen=True)
 class Component:
-    """A module to be parallelized, its stages, and a function that then puts it into its place."""
+    """A module to parallelize, its stages, and a function that then installs the module."""
 
     module: nn.Module
     stages: Mapping[str, str]
@@ -36,9 +36,9 @@ class Component:
 
 
 def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Component] | None:
-    """The parts of a pipeline, or the methods of an autoencoder, that are known; None for a model that is one itself.
+    """The known parts of a pipeline, or the known methods of an autoencoder; None for any other model.
 
-    Raises NotationError for a pipeline of which nothing is known, or that is given stages.
+    Raise NotationError for a pipeline without known parts, or if `stages` are given for a pipeline.
     """
     components = None if isinstance(model, nn.Module) else getattr(model, "components", None)
     if not isinstance(components, dict):
@@ -69,9 +69,9 @@ def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Component] | None:
 
 
 def axes_of(model: Any, mesh: Any) -> tuple[DeviceMesh | None, Any]:
-    """The axis that shares out the batch of each call, and the sequence-parallel one: of a pipeline's mesh of two.
+    """The axis that divides the batch of each call (None without one) and the sequence-parallel axis.
 
-    Raises ValueError for axes without names.
+    Only a pipeline's mesh may have both. Raise ValueError if its axes have no names.
     """
     two = isinstance(mesh, DeviceMesh) and mesh.ndim == 2
     if isinstance(model, nn.Module) or not isinstance(getattr(model, "components", None), dict) or not two:
@@ -83,24 +83,24 @@ def axes_of(model: Any, mesh: Any) -> tuple[DeviceMesh | None, Any]:
 
 
 class SharedBatch:
-    """The forward of a model of which each rank of an axis takes a part of the batch: guidance's two predictions.
+    """A model's forward whose batch, such as guidance's two predictions, is divided over the ranks of an axis.
 
-    Every argument with as many rows as the batch has is cut, and those that the line declares with the batch first. For
-    inference: the results are gathered without a gradient.
+    Arguments with as many rows as the batch are divided, and those that the known line declares with the batch first.
+    For inference: the results are gathered without a gradient.
     """
 
     def __init__(self, model: nn.Module, stages: Mapping[str, str], axis: Axis) -> None:
         if isinstance(model.forward, SharedBatch):
             raise ValueError(f"this {type(model).__name__} is already parallelized; build it anew")
         self.model, self.axis, self.forward = model, axis, model.forward
-        self.__self__ = getattr(model.forward, "__self__", None)  # the runtime, as of a method
+        self.__self__ = getattr(model.forward, "__self__", None)  # the runtime, as a bound method has it
         self.signature = Signature(model, parse(stages[""], root=True), "the model")
 
     def attach(self) -> None:
         self.model.forward = self
 
     def part(self, args: Any, kwargs: Any, rank: int) -> tuple[Any, Any]:
-        """The arguments of one rank. Raises ValueError for a batch that the ranks cannot share evenly."""
+        """The arguments of one rank. Raise ValueError for a batch that the ranks cannot divide evenly."""
         n = self.axis.size
         call, bound = self.signature.bind(args, kwargs)
         declared = {id(b.tensor) for b in bound if b.pattern is not None}
@@ -140,7 +140,7 @@ class SharedBatch:
 
 
 def methods(owner: nn.Module) -> list[Component]:
-    """The known methods of an autoencoder; none of another module. Raises ValueError if they are parallelized."""
+    """The known methods of an autoencoder; [] for another module. Raise ValueError if they are parallelized already."""
     if any(isinstance(value, Called) for value in vars(owner).values()):
         raise ValueError(f"this {type(owner).__name__} is already parallelized; build it anew")
     return [
@@ -150,27 +150,27 @@ def methods(owner: nn.Module) -> list[Component]:
 
 
 class Method(nn.Module):
-    """A method of an autoencoder as a forward of one tensor, which returns tensors."""
+    """A method of an autoencoder as a module whose forward takes one tensor and returns tensors."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
         self.owner, self.name = owner, name
-        self.made: list[Any] = []  # structure of the last call's result, and the types of its leaves
+        self.made: list[Any] = []  # the structure of the last result, and the types of its leaves
 
     def forward(self, x: Tensor, more: tuple[Any, dict[str, Any]]) -> list[Any]:
         args, kwargs = more
         out = getattr(type(self.owner), self.name)(self.owner, x, *args, **kwargs)
         leaves, spec = pytree.tree_flatten(out)
         self.made[:] = [spec, [None if isinstance(v, Tensor) else type(v) for v in leaves]]
-        return [getattr(v, "parameters", v) for v in leaves]  # of a distribution
+        return [getattr(v, "parameters", v) for v in leaves]  # a distribution is returned as its parameters
 
     def attach(self) -> None:
-        """Take the place of the method."""
+        """Replace the method."""
         setattr(self.owner, self.name, Called(self))
 
 
 class Called:
-    """The method that a pipeline calls: takes and returns what the method of the class does."""
+    """The replacement that a pipeline calls, with the arguments and results of the class's method."""
 
     def __init__(self, method: Method) -> None:
         self.method = method

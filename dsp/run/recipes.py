@@ -1,4 +1,4 @@
-"""How one operation runs on local parts, for all operations of one key: derived once, by the rules and the plan."""
+"""Recipes: how operations with one key run on local shards, derived once from the rules and the plan."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ log = logging.getLogger("dsp")
 
 @dataclass(eq=False)
 class Recipe:
-    """How one operation runs on local parts, for all operations of one key.
+    """How operations with one key run on local shards.
 
-    node: what the plan has of it; frame: the call, with Operands for tensors; wanted: how each tensor has to be cut
-    (None: whole); via: the copies to be made of each first; outcome: None where it runs on whole tensors; push: where
-    the plan wants each result; view: the result is the same data; draws: it takes random numbers. A `prepared` one
-    needs no care: once it ran, it is `ready`, and `ats` and `numbers` tell where its results lie and which they are in
-    the record. One `whole` has no sharded tensor: at the most it shares out its results.
+    node: the plan's node; frame: the call, with Operands for tensors; wanted: the cut that each tensor must have (None:
+    replicated); via: the copies to make of each tensor first; outcome: the rule's outcome, None if the operation runs
+    on full tensors; push: the plan's cut for each result; view: how to replay the operation, if its result is a view;
+    draws: it draws random numbers; whole: it has no sharded operand, and at most shards its results; prepared: the
+    local call, if it needs no care; ready: the prepared call may be used, because the recipe ran once. Then ats and
+    numbers have the layouts of its results and their numbers in the record.
     """
 
     node: PlannedNode | None
@@ -59,21 +60,21 @@ class Recipe:
         return -1 if self.node is None else self.node.index
 
     def of(self, node: PlannedNode | None) -> Recipe:
-        """The same for another node, of which the plan asks as little."""
+        """The same recipe for another node, on which the plan has no decision either."""
         return replace(self, node=node)
 
 
 class PreparedCall(NamedTuple):
-    """A local call that needs no care: what an operation does on parts that lie as it did before.
+    """A local call that can be repeated without checks, on operands in the same layouts.
 
     call: the function; as_it_is: it takes the operation's own arguments, writes none and may return any; rest: the
-    arguments after the first, None for the operation's own; kept: positions in `rest` where the operation's own
-    arguments stand; narrowed: positions of whole arguments of which a part is taken, and its cut; own: where its
-    sharded tensors stand among the arguments, None if not next to each other; writes: into the first argument; aliases:
-    results may be views of the first argument; views: on one device the result is a view, though on this rank it may be
-    a copy; copies: by the plan the result is a copy, though on this rank it may look like the argument; anew: the
-    result is another tensor, though on this rank it is the argument (`follow.results`); moves: its tensors are brought
-    elsewhere first; pushes: its results are switched.
+    arguments after the first (None: the operation's own); kept: positions that keep the operation's own arguments;
+    narrowed: positions of replicated arguments to shard, and their cuts; own: the slice of arguments that are sharded
+    tensors, None if they are not adjacent; writes: it writes into the first argument; aliases: results may be views of
+    the first argument; views: the result is a view on one device, but may be a copy on this rank; copies: the result is
+    a copy by the plan, but may share memory with the argument on this rank; anew: the result is a new tensor, even if
+    this rank's call returns the argument (`follow.landed`); moves: operands move to other layouts first; pushes:
+    results are switched.
     """
 
     call: Any
@@ -91,11 +92,11 @@ class PreparedCall(NamedTuple):
     pushes: bool
 
 
-HERE = object()  # in arguments, where the tensor comes that a view is taken of
+HERE = object()  # in arguments: the place of the tensor that is viewed
 
 
 class ReplayedCall(NamedTuple):
-    """A view of a part: the call, and where the result is cut."""
+    """A view of a local tensor: the call, and the cut of its result."""
 
     call: Any
     args: tuple[Any, ...]
@@ -107,15 +108,15 @@ class ReplayedCall(NamedTuple):
 
 
 class ViewCall:
-    """An operation that made the same data in another shape, and how it does so under other cuts of its argument."""
+    """An operation whose result is a view, and how to take that view under other cuts of its argument."""
 
     def __init__(self, func: Any, frame: Frame) -> None:
         self.func, self.frame = func, frame
         self.found: dict[Cut | None, ReplayedCall | None] = {}
-        self.near: dict[Any, Cut | None] = {}  # of chains that end here, see `source` of a run
+        self.near: dict[Any, Cut | None] = {}  # the base's cuts found by `Views.source`, for chains that end here
 
     def under(self, cut: Cut | None) -> ReplayedCall | None:
-        """With its argument cut so, or whole; None if the cut cannot pass."""
+        """The view of an argument in this cut (None: replicated); None if the view cannot be taken of such shards."""
         if cut not in self.found:
             self.found[cut] = self.again(cut)
         return self.found[cut]
@@ -127,7 +128,7 @@ class ViewCall:
             outcome = frame.outcome() if cut is not None else Outcome(None)
         except GlueError:
             return None
-        # others give a shape alone, as those of view_as
+        # other tensors, such as view_as's, contribute their shape only
         table: dict[int, Any] = {id(o): torch.empty(o.shape, device="meta") for o in frame.operands()} | {id(x): HERE}
         args = without_operands(frame.args if outcome.args is None else outcome.args, table)
         return ReplayedCall(
@@ -136,9 +137,9 @@ class ViewCall:
 
 
 def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
-    """The key of arguments for a recipe. Equal numbers of two types are two keys: `x[True]` is not `x[1]`.
+    """The key of arguments for a recipe. Equal numbers of two types make two keys: `x[True]` is not `x[1]`.
 
-    first: see `Run.first`; None leaves out which tensors of the record these are.
+    first: see `Run.first`; None leaves the tensors' numbers in the record out of the key.
     """
     key: list[Any] = []
     for v in values:
@@ -148,7 +149,7 @@ def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
             if first is not None:
                 number = v.number - first
                 if not -1 <= number < NUMBERS:
-                    raise NoKey  # another call left it
+                    raise NoKey  # a tensor that an earlier call left behind
                 key.append(number)
         elif kind is int or v is None:
             key.append(v)
@@ -167,41 +168,41 @@ def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class RuledCall(GlueCall):
-    """The same, with what the rules have to know of it."""
+    """A `GlueCall` with the properties that the rules need."""
 
     @property
     def known(self) -> bool:
-        """Tell whether a plan or record tells what this is in memory: a view, or a copy."""
+        """Tell whether a plan or record says if the result is a view or a copy."""
         return self.node is not None and self.node.exact
 
     @property
     def numbers(self) -> Iterator[int]:
-        """Those of its results in the record, and for more than it has there -1."""
+        """The numbers of its results in the record; -1 for results beyond those."""
         return chain(() if self.node is None else self.node.results, repeat(-1))
 
     @property
     def asked(self) -> Sequence[Cut | None]:
-        """How its tensors lie, or have to by the plan."""
+        """The cuts that its tensors must have by the plan; without a plan, the cuts that they have."""
         planned = None if self.step is None else self.step.cuts
         return list(map(cut_at, self.shells)) if planned is None else planned
 
     @property
     def planned(self) -> bool:
-        """Tell whether a plan made ahead tells that."""
+        """Tell whether a plan made ahead of the run has this very node."""
         return self.known and not self.run.script.recorded  # type: ignore[union-attr]
 
     @property
     def copies(self) -> bool | None:
-        """Tell whether it makes memory of its own where it might return a view; None if no plan tells."""
+        """Tell whether an operation of DENSE returns a copy, not a view; None for others, or without a plan."""
         return self.node.fresh if self.what.name in DENSE and self.planned else None  # type: ignore[union-attr]
 
     @property
     def views(self) -> bool:
-        """Tell whether it is a view on one device, and may yet be a copy on a rank whose part lies otherwise."""
+        """Tell whether the result is a view on one device, but may be a copy on a rank, whose strides differ."""
         return self.what.name in FOLDS and (self.what.name not in DENSE or self.copies is False)
 
     def frame(self, cuts: Sequence[Cut | None]) -> Frame:
-        """The call with Operands for tensors, cut so."""
+        """The call, with Operands in these cuts for its tensors."""
         stream = iter([Operand(tuple(t.shape), c) for t, c in zip(self.tensors, cuts)])
         axis = self.run.axis
         apart = self.step is not None and self.step.apart
@@ -213,16 +214,16 @@ def cut_at(t: Sharded | None) -> Cut | None:
 
 
 def derive(op: RuledCall) -> Recipe:
-    """Derive how an operation runs, from the plan or else from the rule alone."""
+    """Derive the recipe of an operation from the plan and the rule; without a plan, from the rule alone."""
     run, asked, changing = op.run, op.asked, op.what.in_place
-    # another whole tensor needs no move: the rule narrows it to what the others need
+    # a replicated tensor needs no move: the rule narrows it to the cuts of the others
     wanted = [c if s is not None else None for s, c in zip(op.shells, asked)]
     if not changing and not any(wanted):
-        wanted = list(asked)  # all are whole, or to be: each rank begins with its part of those that are
+        wanted = list(asked)  # no tensor is to stay sharded: each rank narrows the replicated ones as planned
     wanted, frame, outcome = on_cuts(op, wanted) if any(wanted) else (wanted, op.frame(wanted), None)
-    # by the plan, not by what is seen here: all ranks share the same moves, and a local reshape may copy or not
+    # view or copy is decided by the plan, the same on all ranks; a local reshape may differ between ranks
     view = outcome is not None and outcome.view and run.script is not None and not (op.known and op.node.copied)  # type: ignore[union-attr]
-    view = view and (op.what.name not in DENSE or op.known)  # what a copy misses, no view sees
+    view = view and (op.what.name not in DENSE or op.known)  # without a plan it may be a copy, which misses writes
     via = op.step.via if op.step is not None else []
     random = draws(op.what.name, frame.args, frame.kwargs)
     whole = outcome is None and not (changing or any(via) or any(s is not None for s in op.shells))
@@ -233,8 +234,11 @@ def derive(op: RuledCall) -> Recipe:
 
 
 def on_cuts(op: RuledCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], Frame, Outcome | None]:
-    """The rule's outcome for tensors that lie so; where nobody planned that and it is refused, along another dim, or
-    with the tensors whole (no outcome). Raises GlueError where that will not do."""
+    """The cuts of the tensors, the frame and the rule's outcome, for the cuts `wanted`.
+
+    If the rule refuses cuts that are not planned, other cuts are tried, then full tensors (no outcome). Raise GlueError
+    if none of these works.
+    """
     frame, whole = op.frame(wanted), op.shells[0] is None
     if op.kwargs.get("out") is not None:
         raise frame.refuse("out= has no rule for a sharded tensor")
@@ -243,10 +247,10 @@ def on_cuts(op: RuledCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], 
             raise frame.refuse("it writes a sharded tensor into a whole one")
         return wanted, frame, frame.outcome()
     except GlueError as refusal:
-        into_whole = op.what.in_place and whole  # what it writes there has to be whole, too
+        into_whole = op.what.in_place and whole  # then the written value has to be replicated, too
         if op.planned and not into_whole:
             raise
-        # nobody planned this: would another dim do, or else the whole tensors?
+        # not planned: try another dim, then full tensors
         found = None if into_whole else detour(op)
         if found is None and op.what.in_place and not into_whole:
             raise
@@ -256,7 +260,7 @@ def on_cuts(op: RuledCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], 
 
 
 def prepared(op: RuledCall, recipe: Recipe) -> PreparedCall | None:
-    """The call on local parts, if it needs no care."""
+    """The local call of a recipe, if it can be repeated without checks; None otherwise."""
     outcome, name, in_place = recipe.outcome, op.what.name, op.what.in_place
     if outcome is None or outcome.cut is None or needs_care(op, recipe, outcome):
         return None
@@ -265,7 +269,7 @@ def prepared(op: RuledCall, recipe: Recipe) -> PreparedCall | None:
     if arguments is None or (in_place and not first):
         return None
     narrowed, rest, kept = arguments
-    if narrowed and name in ALIASES:  # whose results would have to be marked as views of a copy
+    if narrowed and name in ALIASES:  # the results would have to be marked as views of a copy
         return None
     moves = moves_first(op, recipe)
     return PreparedCall(
@@ -286,13 +290,14 @@ def prepared(op: RuledCall, recipe: Recipe) -> PreparedCall | None:
 
 
 def moves_first(op: RuledCall, recipe: Recipe) -> bool:
-    """Tell whether its tensors are brought elsewhere before it runs."""
+    """Tell whether operands move to other layouts first."""
     lie_otherwise = list(map(cut_at, op.shells)) != list(recipe.wanted)
     return lie_otherwise or any(via for s, via in zip(op.shells, recipe.via) if s is not None)
 
 
 def needs_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
-    """Tell whether it exchanges more than its tensors, meets an empty part, or takes a view of what moved."""
+    """Tell whether a call cannot be repeated without checks: it exchanges more than its operands, draws random numbers,
+    has an empty shard, or views a moved tensor."""
     frame, name, axis = recipe.frame, op.what.name, op.run.axis
     if outcome.kwargs or recipe.draws or outcome.rows or outcome.numbers is not None or outcome.deal is not None:
         return True
@@ -305,7 +310,7 @@ def needs_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
 
 
 def moves_with_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
-    """Tell whether it makes views of what moved, or nothing of it arrives."""
+    """Tell whether a call with moves views or writes a moved tensor, or gets an empty shard by a move."""
     if op.what.name in ALIASES or outcome.view or op.what.in_place or outcome.args is not None:
         return True
     there = [(s, c) for s, c in zip(op.shells, recipe.wanted) if s is not None and c is not None]
@@ -313,15 +318,13 @@ def moves_with_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
 
 
 def looks_dense(axis: Axis, outcome: Outcome, cut: Cut) -> bool:
-    """Tell whether a part is so short that it is contiguous where the whole is not: then it would be a view."""
+    """Tell whether a shard is so short that it may be contiguous although the full tensor is not, and be viewed."""
     return axis.local_shape((outcome.size,), cut._replace(dim=0))[0] <= len(cut.pieces(0))
 
 
 def local_arguments(frame: Frame, outcome: Outcome) -> tuple[list[tuple[int, Cut]], Any, list[int]] | None:
-    """The arguments to narrow, those after the first where the rule replaces them, and where the call's own stay.
-
-    None if an argument lies inside of a list, or the rule replaces the first.
-    """
+    """The arguments to narrow; the arguments after the first, if the rule replaces them; and the positions that keep
+    the call's own. None if a tensor to narrow is inside a list, or the rule replaces the first argument."""
     operands = frame.operands()
     places = {id(o): i for i, o in enumerate(frame.args) if isinstance(o, Operand)}
     if any(id(operands[i]) not in places for i in outcome.narrow):
@@ -338,7 +341,7 @@ def local_arguments(frame: Frame, outcome: Outcome) -> tuple[list[tuple[int, Cut
 
 
 def next_to_each_other(op: RuledCall) -> slice | None:
-    """The positions of its sharded tensors, if they are arguments without another between them."""
+    """The positions of the sharded tensors among the arguments, if they are adjacent; None otherwise."""
     at = [i for i, a in enumerate(op.args) if isinstance(a, Sharded)]
     if not at or len(at) != sum(s is not None for s in op.shells) or at[-1] + 1 - at[0] > len(at):
         return None
@@ -350,7 +353,7 @@ def has_operands(value: Any) -> bool:
 
 
 def detour(op: RuledCall) -> tuple[list[Cut | None], Frame, Outcome] | None:
-    """The first dim along which all sharded operands could be cut for this operation."""
+    """The first dim along which the rule accepts all sharded operands: their cuts, the frame and the outcome."""
     shapes = [s.at.shape for s in op.shells if s is not None]
     for dim in range(max(map(len, shapes), default=0)):
         if any(dim >= len(shape) or shape[dim] < 2 for shape in shapes):

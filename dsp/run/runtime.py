@@ -1,4 +1,4 @@
-"""A parallel model as it runs: hooks on its stages, a plan for each signature of inputs, a forward by that."""
+"""The runtime of a parallel model: hooks on its stages, a plan for each signature of inputs, a forward by the plan."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ PLANS = 64  # input signatures whose plan is kept
 
 
 class Decided(NamedTuple):
-    """A plan as a run needs it; `dsp.plan.table.Plan` has more to say of it."""
+    """A plan with no more than a run needs; `dsp.plan.table.Plan` adds the figures and the table."""
 
     script: Script
 
 
 @dataclass(eq=False, kw_only=True)
 class CallEntry:
-    """The state of calls whose inputs have one signature.
+    """The state shared by calls with one signature of inputs.
 
-    sizes: of the root pattern's dims; asks: whether an input needs a gradient; places: the inputs that the plan splits;
-    given: whether others come sharded.
+    sizes: the sizes of the root pattern's dims; asks: an input requires a gradient; places: the inputs that the plan
+    splits; given: some inputs are passed sharded.
     """
 
-    plan: Any  # with a script, as `Decided`; None: stages choose as they are called
+    plan: Any  # has a script, as `Decided`; None: stages choose greedily as they are called
     sizes: dict[str, int]
     asks: bool
     places: list[DeclaredInput] | None = None
@@ -59,28 +59,28 @@ class CallEntry:
 
 
 class Runtime:
-    """The forward of a parallel model, in the place of its own; `dsp.run.parallel.FullRuntime` is that of
-    `dsp.parallelize`."""
+    """The runtime whose `call` replaces the model's forward; `dsp.parallelize` uses the subclass
+    `dsp.run.parallel.FullRuntime`."""
 
-    OWN: ClassVar[str] = "model forward stages signature hooks stage_calls"  # what a copy of the model has of its own
+    OWN: ClassVar[str] = "model forward stages signature hooks stage_calls"  # deep-copied with the model
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool
     ) -> None:
         self.model, self.axis, self.stages, self.root = model, axis, stages, root
         self.gather_output = gather_output
-        self.entries: OrderedDict[Any, Any] = OrderedDict()  # by the signature of inputs
+        self.entries: OrderedDict[Any, Any] = OrderedDict()  # call entries by the signature of inputs
         self.stage_calls = StageCalls(axis)
         self.signature = Signature(model, root, "the model") if root is not None else None
-        self.recipes: dict[Any, Any] = {}  # of runs without a plan
+        self.recipes: dict[Any, Any] = {}  # recipes of runs without a plan
         self.first = 0  # see `Run.first`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        """For a copy of the model, on the same ranks; it makes plans of its own."""
+        """The runtime of a copy of the model, on the same ranks and with its own plans."""
         new = memo[id(self)] = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.entries, new.recipes = OrderedDict(), {}
-        for name in self.OWN.split():  # the model is not complete yet
+        for name in self.OWN.split():  # through memo, because the copied model is not complete yet
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
 
@@ -117,7 +117,7 @@ class Runtime:
         return self.followed(Run(self.axis, entry.script, entry.sizes, self.recipes, self.first), entry, args, kwargs)
 
     def new_entry(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
-        """The state of calls with such inputs, of which this is the first."""
+        """The entry for inputs of a new signature."""
         plan = self.make_plan(args, kwargs)
         asks = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in leaves)
         sizes = sizes_of_root(self.model, self.root, args, kwargs)
@@ -130,16 +130,16 @@ class Runtime:
     def entry(
         self, key: Any, plan: Any, sizes: dict[str, int], asks: bool, args: Any, kwargs: Any
     ) -> tuple[Any, CallEntry]:
-        """The state of calls for which there is a plan now, and its key."""
+        """The entry for a new plan, and the entry's key."""
         return key, CallEntry(plan=plan, sizes=sizes, asks=asks)
 
     def followed(self, run: Run, entry: Any, args: Any, kwargs: Any) -> Any:
-        """The output of a forward by its plan."""
+        """The output of a forward that follows its plan."""
         args, kwargs = self.taken(run, entry, args, kwargs)
         return self.driven(run, entry, args, kwargs)
 
     def driven(self, run: Run, entry: Any, args: Any, kwargs: Any) -> Any:
-        """The same of arguments as the forward takes them."""
+        """The output of a forward, for arguments that `taken` has prepared."""
         state = share(self.axis) if run.script is None or run.script.random_glue else None
         try:
             with active(self, run):
@@ -150,7 +150,7 @@ class Runtime:
                 join(state)
 
     def taken(self, run: Run, entry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the forward takes them: declared inputs split, numbered as the plan has them."""
+        """The arguments for the forward: declared inputs are split and have the plan's numbers."""
         script = run.script
         if self.signature is not None:
             if entry.places is None:
@@ -165,7 +165,7 @@ class Runtime:
         return args, kwargs
 
     def finished(self, run: Run, entry: Any, output: Any, given: Any) -> Any:
-        """The output of a forward as the caller gets it; `given` are its arguments."""
+        """The output as the caller gets it; `given`: the forward's arguments."""
         return hand_out(self.axis, output, bring_out(run, output, self.root, self.gather_output), run.witness)
 
     # --- plans ---
@@ -174,7 +174,7 @@ class Runtime:
         return self.solve(self.traced(self.root, args, kwargs))
 
     def traced(self, root: StagePattern | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-        """The planner's problem of a call with such inputs."""
+        """The planner's problem for a call with these inputs."""
         how = How(self.gather_output, given_cuts(self.signature, args, kwargs))
         return trace(self.model, self.stages, root, args, kwargs, self.axis.size, how)
 
@@ -183,7 +183,7 @@ class Runtime:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, stages: Mapping[str, str] | None = None) -> nn.Module:
-    """`dsp.parallelize` with no more than stages need: between them every operation runs on whole tensors."""
+    """`dsp.parallelize` reduced to what stages need: every operation between stages runs on full tensors."""
     found, root = declared(model, getattr(model, "stages", None) if stages is None else stages)
     Runtime(model, Axis.of(mesh), found, root, gather_output=True).install()
     return model

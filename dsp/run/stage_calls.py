@@ -1,7 +1,6 @@
-"""A stage call: its tensors brought into the stage's layout on the way in, its results back into the model's after it.
+"""A stage call: before it, tensors move into the stage's layout; after it, results move into the plan's.
 
-What is done depends on where the tensors lie and not on what they hold, so it is found once and kept, as a
-`StageDecision`.
+The moves depend on the tensors' layouts and not on their data, so they are derived once and kept as a `StageDecision`.
 """
 
 from __future__ import annotations
@@ -41,11 +40,12 @@ shape_of = attrgetter("shape")
 
 @dataclass(eq=False)
 class StageDecision:
-    """How a stage runs on arguments that lie in one way.
+    """How a stage runs on arguments in given layouts.
 
-    node: what the plan has of it; slots: the places of its tensors in args or kwargs; cuts: what each has to be (None:
-    whole); still: all of them are; via: the copies to be made of each first; landings: where its results lie, by the
-    shapes of what it made; pieces: in which it runs instead, each of this rank's part; ahead: its tensors that come so.
+    node: the plan's node for this call; slots: where its tensors stand in args or kwargs; cuts: the layout that each
+    must have (None: replicated); via: the copies to make of each first; still: all tensors have their layouts already;
+    landings: the layouts of its results, by the results' local shapes; pieces: the decisions of the pieces of this
+    rank's shard, if the stage runs in pieces; ahead: the tensors that are switched piece by piece.
     """
 
     node: PlannedNode | None
@@ -64,17 +64,17 @@ class StageDecision:
 
     @property
     def draws(self) -> bool:
-        """Tell whether it may draw random numbers: each rank has its own then."""
+        """Tell whether a sharded stage may draw random numbers: each rank then draws its own."""
         return self.option.name is not None and (self.step is None or self.step.random)
 
 
 def lies(value: Any, first: int) -> Any:
-    """The part of a stage's argument that the decision depends on; `first`: see `Run.first`."""
+    """The properties of a stage's argument on which the decision depends; `first`: see `Run.first`."""
     kind = type(value)
     if kind is Sharded:
         number = value.number - first
         if not -1 <= number < NUMBERS:
-            raise NoKey  # another call left it
+            raise NoKey  # a tensor that an earlier call left behind
         return value.at, number
     if kind is Tensor or kind is nn.Parameter:
         return value.shape
@@ -116,7 +116,7 @@ class StageCalls:
             return None
         if saving_hooks(False) is not None:
             note_checkpoint(run)
-        if run.coming:  # nobody sees what a stage reads
+        if run.coming:  # nobody sees what a stage reads: all data must have arrived
             run.arrive()
         run.mode.suspend()
         if run.recorder is not None:
@@ -146,13 +146,13 @@ class StageCalls:
     def wanted(
         self, run: Run, stage: Stage, decision: StageDecision, shells: Sequence[Sharded | None]
     ) -> Sequence[Cut | None]:
-        """The cuts in which the tensors of a call that runs in pieces are to be brought."""
+        """The cuts that the tensors of a call in pieces must have before its first piece."""
         raise NotImplementedError
 
     def received(
         self, around: Any, decision: StageDecision, tensors: list[Tensor], parts: list[Tensor]
     ) -> tuple[RankPart, list[Tensor], tuple[Cut | None, ...]]:
-        """The place of a stage within what communicates around it, and its tensors there."""
+        """The place and the tensors of a stage, after the method that communicates around it."""
         given = [
             Received(x, c, p, tuple(t.shape)) for x, c, p, t in zip(parts, decision.cuts, decision.patterns, tensors)
         ]
@@ -163,7 +163,7 @@ class StageCalls:
         """The plan's decision for this call, or else a greedy choice."""
         first, node = run.first, None
         try:
-            # what a plan is for fixes the sizes of the model's own dims
+            # a plan is made for one signature, which fixes the sizes of the root pattern's dims
             mark = None if run.script is not None else run.sizes_key
             named = map(lies, kwargs.values(), repeat(first))
             key: Any = (stage, mark, *map(lies, args, repeat(first)), *kwargs, *named)
@@ -181,7 +181,7 @@ class StageCalls:
     def decided(
         self, run: Run, stage: Stage, args: Any, kwargs: Any, key: Any, node: PlannedNode | None
     ) -> StageDecision:
-        """The decision for a call like which there was none; it is kept for those that come."""
+        """A new decision, kept for later calls with the same key."""
         run.refuse_graph()
         alike = None if node is None else run.recipes[key].alike
         if node is None:
@@ -192,7 +192,7 @@ class StageCalls:
         return found
 
     def derived(self, run: Run, stage: Stage, node: PlannedNode | None, bound: list[Bound]) -> StageDecision:
-        """The decision that a node has, or of none a greedy one: what moves the least."""
+        """The decision of a plan's node; without a node, the greedy choice that moves the least."""
         step: StageStep | None = None if node is None else node.step
         sizes = stage.sizes(bound, run.root_sizes)
         options, shells = stage.options(bound, sizes, self.axis.size), [run.open(b.tensor) for b in bound]
@@ -248,15 +248,15 @@ class StageCalls:
             run.mode.resume()
 
     def before_switching(self, run: Run) -> None:
-        """Called once in a forward, before what its first stage made is switched."""
+        """Called once in a forward, before the results of its first stage are switched."""
         run.began = True
 
     def failed(self, run: Run, inside: InStage, error: BaseException) -> None:
-        """A stage raised, where tensors are plain."""
+        """Note that `error` comes from inside a stage, where tensors are plain: it needs no note on sharded tensors."""
         run.failed = id(error)
 
     def refuse_sizes(self, run: Run, stage: Stage, decision: StageDecision, output: Any) -> None:
-        """Raise NotationError if what a stage returned beside tensors is other than on the whole."""
+        """Raise NotationError if the constants that a stage returned differ from those at full size."""
         node, step, name = decision.node, decision.step, decision.option.name
         if step is None or not node.exact or run.script.recorded:  # type: ignore[union-attr]
             return
@@ -295,7 +295,7 @@ class StageCalls:
         return [t if moves or itself is None else itself for t, itself, moves in zip(pushed, returned, moving)]
 
     def landings(self, run: Run, stage: Stage, decision: StageDecision, tensors: list[Tensor]) -> list[At]:
-        """Where the results of a stage lie."""
+        """The layouts of the results of a stage."""
         shapes = tuple(map(shape_of, tensors))
         if (found := decision.landings.get(shapes)) is None:
             made = repeat(None) if decision.step is None else decision.step.made
@@ -306,7 +306,7 @@ class StageCalls:
     def of_part(
         self, decision: StageDecision, given: list[Given], tensors: list[Tensor], landings: list[At]
     ) -> list[Tensor]:
-        """The results of this rank's part: sums added up over ranks, and nothing of a dummy row."""
+        """The results of this rank's shard: partial sums are reduced over ranks, results of a dummy row dropped."""
         own = decision.place.own
         if decision.option.onto is not None:
             sums = [t if own else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in tensors]
@@ -314,7 +314,7 @@ class StageCalls:
         return tensors if own else [nothing(t, at.cut.dim, given) for t, at in zip(tensors, landings)]
 
     def mark_copies(self, run: Run, inside: InStage, tensors: list[Tensor]) -> None:
-        """Mark those of its results that are views of a copy."""
+        """Mark the stage's results that view a copy."""
         shells = [x.shell for x in inside.given if x.shell is not None]
         if not inside.decision.still or run.writes.has_copies or any("_dsp_copy_of" in s.__dict__ for s in shells):
             run.writes.mark_copies(tensors, [(x.tensor, x.shell, x.part) for x in inside.given])
@@ -323,13 +323,13 @@ class StageCalls:
         self, run: Run, stage: Stage, decision: StageDecision, t: Tensor, pattern: TensorPattern,
         made: dict[str, int] | None,
     ) -> At:  # fmt: skip
-        """Where a stage's result lies. Its size along the sharded dim is checked.
+        """The layout of a stage's result. Its size along the sharded dim is checked.
 
-        made: the sizes of dims that no input has, as the plan knows them; without a plan the part tells them.
+        made: the plan's sizes of dims that no input has; without a plan they follow from the local result.
         """
         name, size = decision.option.name, decision.option.size
         assert name is not None
-        if decision.option.onto is not None:  # whole, until it is added up
+        if decision.option.onto is not None:  # a partial sum of full shape, before the reduce-scatter
             return self.axis.at(t.shape, Cut(pattern.axis_of(decision.option.onto)))
         own = decision.place.own if stage.around is not None else max(decision.place.own, 1)
         axis = pattern.axis_of(name)
@@ -350,7 +350,7 @@ class StageCalls:
 
 
 def refuse_sharded(stage: Stage, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError if a stage got a sharded tensor where no forward of its model runs."""
+    """Raise RuntimeError if a stage got a sharded tensor outside a forward of its model."""
     if any(isinstance(t, (DTensor, Sharded)) for t in tensors_in((args, kwargs))):
         raise RuntimeError(
             f"{stage.where} got a sharded tensor outside its model's forward, or in another thread. If this is "
@@ -359,7 +359,7 @@ def refuse_sharded(stage: Stage, args: Any, kwargs: Any) -> None:
 
 
 def argument(t: Tensor, at: At, given: Sequence[Given]) -> Sharded | None:
-    """The model's own tensor for a result that a stage returned as it was given."""
+    """The sharded tensor that the stage was given, if the stage returned that argument unchanged."""
     for x in given:
         if x.local is t and x.shell is not None and x.shell.at is at:
             return x.shell
@@ -367,12 +367,12 @@ def argument(t: Tensor, at: At, given: Sequence[Given]) -> Sharded | None:
 
 
 def with_dummy(local: Tensor, cut: Cut | None) -> Tensor:
-    """An empty part with a dummy row; a whole tensor as it is."""
+    """An empty shard with a dummy row added; a replicated tensor as it is."""
     return local if cut is None else torch.cat([local, dummy(local, cut)], cut.dim)
 
 
 def dummy(local: Tensor, cut: Cut) -> Tensor:
-    """One row for a rank that holds none, so that every rank runs every stage: its hooks, collectives and gradients."""
+    """A dummy row for an empty rank, so that every rank runs every stage, its hooks, collectives and gradients."""
     shape = [*local.shape]
     shape[cut.dim] = cut.folds
     if local.dtype == torch.bool:
@@ -384,7 +384,7 @@ def dummy(local: Tensor, cut: Cut) -> Tensor:
 
 
 def nothing(t: Tensor, dim: int, given: Sequence[Given]) -> Tensor:
-    """An empty result for one dummy row; for a view of the row a view of the part that the row stood for."""
+    """An empty result for a dummy row's; if the result views the row, a view of the empty shard instead."""
     own = t.narrow(dim, 0, 0)
     of = next((x.part for x in given if x.local is not x.part and memory(x.local) == memory(t)), None)
     return own if of is None else of.view(own.shape)

@@ -1,8 +1,8 @@
-"""A recorded graph without what recording left in it: views of a tensor as it is, gradients switched off and on.
+"""Remove from a recorded graph the traces of recording: views of unchanged tensors, and switches of the gradient mode.
 
-A sharded tensor is a subclass that views its part, so each operation is recorded with two views and four switches of
-the mode of gradients around it, and some with a tensor on the meta device that tells strides. These took twice the
-host's time of the operation.
+A sharded tensor is a subclass that views its shard, so each operation is recorded with two views and four switches of
+the gradient mode around it, and some operations with a meta tensor that was used to compute strides. These took the
+host twice as long as the operation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dsp.private import GRAD_SWITCH, OpOverload, schema_of
 
 
 def tidy(graph: Graph, graded: Iterable[bool]) -> None:
-    """Remove what changes nothing from a graph; `graded`: which of its inputs need a gradient."""
+    """Remove nodes without effect from a graph; `graded`: for each input, whether it requires a gradient."""
     for node in reversed(graph.nodes):
         if is_unused(node):
             graph.erase_node(node)
@@ -43,7 +43,7 @@ def tidy(graph: Graph, graded: Iterable[bool]) -> None:
                 written = now
             if needs and now:
                 needing.add(node)
-                all_need |= writes(node)  # and so may every view of what it writes into
+                all_need |= writes(node)  # after a write, every view of the written tensor may need a gradient
 
 
 def switch(graph: Graph, before: Node, on: bool) -> None:
@@ -52,13 +52,13 @@ def switch(graph: Graph, before: Node, on: bool) -> None:
 
 
 def is_unused(node: Node) -> bool:
-    """Tell whether nobody reads what an operation of torch's own makes, which does nothing else."""
+    """Tell whether a node is an aten operation without side effects whose result is unused."""
     op = node.target
     return not node.users and isinstance(op, OpOverload) and op.namespace == "aten" and not node.is_impure()
 
 
 def is_view_of_itself(node: Node) -> bool:
-    """Tell whether a node is ``x.view_as(x)``, which the graph does not return: an output is no input as it is."""
+    """Tell whether a node is ``x.view_as(x)`` and not an output of the graph, which must not be an input itself."""
     same = node.target is torch.ops.aten.view_as.default and node.args[0] is node.args[1]
     return same and all(user.op != "output" for user in node.users)
 

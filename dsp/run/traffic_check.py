@@ -1,8 +1,8 @@
-"""Does a run send what its plan says? Counted where collectives are made, at the cost of an addition for each.
+"""A check that a run sends what its plan says. Counting costs one addition per collective.
 
-A plan is made without the run, so it may be wrong about it: the forward went another way, or makes moves that the plan
-did not foresee. The difference is said once; where the run went the way of its plan, with a sentence that its numbers
-are right.
+A plan is made before the run and may be wrong about it: the forward takes another branch, or makes moves that the plan
+did not foresee. A difference is logged once. If the forward ran the planned operations, the message adds that the
+results are right.
 
 Forward traffic is checked when the forward ends. Backward traffic, recomputation included, is counted per backward
 pass, in any thread, and checked when that pass ends.
@@ -33,7 +33,7 @@ MISSED = {"forward": "", "backward": ": no gradient came there", "recompute": ":
 
 @dataclass(eq=False, slots=True)
 class Counts:
-    """One rank's traffic in one phase of a step, sent or planned, and where."""
+    """One rank's traffic in one phase of a step, sent or planned, in total and by place."""
 
     bytes: int = 0
     calls: int = 0
@@ -55,18 +55,18 @@ class Counts:
 
 
 class PlannedCounts:
-    """The traffic that a plan promises of this rank, by phase."""
+    """The traffic that a plan expects of this rank, by phase."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.script = plan.script
         self.phases = {phase: Counts() for phase in SAID}
         for s in plan.sendings:
             self.phases[s.phase].add(s.where, s.kind, s.calls, s.sent(plan.size)[rank])
-        # whether anything is to be sent in backward
+        # whether the plan sends anything in backward
         self.returns = any(self.phases[phase].calls for phase in ("backward", "recompute"))
 
     def difference(self, phase: str, made: Counts, where_it_left: str) -> str:
-        """By how much what was sent is other than planned, and why; nothing if it is not."""
+        """The difference between sent and planned traffic and its cause, as a sentence; "" if they agree."""
         planned = self.phases[phase]
         if (made.bytes, made.calls) == (planned.bytes, planned.calls):
             return ""
@@ -82,13 +82,13 @@ class TrafficCheck:
     def __init__(self, planned: PlannedCounts, run: Run, say: Callable[[str], None]) -> None:
         self.planned, self.say, self.where_it_left = planned, say, ""
         self.forward = ForwardObserver(run, self, Counts())
-        self.passes: dict[int, dict[str, Counts]] = {}  # by the number of each that is under way
+        self.passes: dict[int, dict[str, Counts]] = {}  # the running backward passes, by number
 
     def end(self) -> None:
-        """The forward has ended."""
+        """Check the forward, which has ended."""
         self.where_it_left = where_it_left(self.planned.script, self.forward.run)
         self.judge({"forward": self.forward.counts})
-        del self.forward  # backward keeps this check, and should keep no more
+        del self.forward  # backward keeps this check alive; it must not keep the run
 
     def judge(self, made: dict[str, Counts]) -> None:
         for phase, counts in made.items():
@@ -97,7 +97,7 @@ class TrafficCheck:
                 return
 
     def running(self) -> dict[str, Counts] | None:
-        """The counts of the pass of backward that calls this; None outside of one."""
+        """The counts of the running backward pass; None outside of one."""
         number = backward_pass()
         if number not in self.passes and number != -1:
             self.passes[number] = {"backward": Counts(), "recompute": Counts()}
@@ -105,16 +105,16 @@ class TrafficCheck:
         return self.passes.get(number)
 
     def witness(self, _: Any) -> None:
-        """A hook on what the forward returned: a pass that sends nothing is one, too."""
+        """A hook on the outputs' gradients: it registers a backward pass even if that sends nothing."""
         self.running()
 
     def again(self, run: Run) -> ForwardObserver:
-        """For a run that computes a part of the forward once more, in backward."""
+        """The observer of a run that recomputes a part of the forward in backward."""
         return ForwardObserver(run, self, (self.running() or {"recompute": Counts()})["recompute"])
 
 
 class ForwardObserver(NamedTuple):
-    """Counts what this rank sends in a forward or in a part of it, outside of stages: these count for themselves."""
+    """Counts this rank's traffic in a forward or its recomputation; traffic inside stages is not counted."""
 
     run: Run
     check: TrafficCheck
@@ -129,7 +129,7 @@ class ForwardObserver(NamedTuple):
 
 
 class BackwardObserver(NamedTuple):
-    """Counts the backward of what was sent at a place."""
+    """Counts the backward of the collectives of one place."""
 
     check: TrafficCheck
     where: Where
@@ -143,7 +143,7 @@ class BackwardObserver(NamedTuple):
 
 
 def first(phase: str, made: Counts, planned: Counts) -> str:
-    """The first place where the two differ."""
+    """The first place where sent and planned traffic differ, as a sentence."""
     was, meant = made.by_place(), planned.by_place()
     for where in dict.fromkeys((*was, *meant)):
         if was.get(where) != meant.get(where):
@@ -153,7 +153,7 @@ def first(phase: str, made: Counts, planned: Counts) -> str:
 
 
 def where_it_left(script: Script, run: Run) -> str:
-    """Where a run left the way of its plan."""
+    """The place where a run left its plan, as a sentence; "" if it did not."""
     recorded = ", which is the record of an earlier call," if script.recorded else ""
     if run.unknown is None:
         return ""

@@ -1,6 +1,6 @@
-"""Views between stages and the tensor that they started from, their base; and its copies in other layouts.
+"""Views between stages, the base tensor that they view, and the base's copies in other layouts.
 
-A copy in another layout is made of the base, once for it and all its views, and the views are taken of the copy.
+The base is copied once per layout, for itself and all its views; the views are then replayed on the copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTHING = nullcontext()
 
 
 def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
-    """Copies are kept for later uses: made under no_grad, too, they lead back to what was made with a gradient."""
+    """Enable autograd if a source has a gradient, even under no_grad: kept copies may have differentiable uses."""
     if torch.is_grad_enabled() or all(t.grad_fn is None for t in tensors):
         return NOTHING
     return torch.enable_grad()
@@ -34,10 +34,10 @@ def differentiable(*tensors: Tensor) -> AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class Copies:
-    """A tensor's copies in other layouts (None: whole), made when it had been written `version` times; it holds them.
+    """A tensor's copies in other layouts (None: replicated), stored on the tensor.
 
-    asks: whether it had a gradient then; what an autograd.Function returns has none until the function has ended. The
-    tensor's own part is not stored: it is a view of the tensor, and storing it would make a reference cycle.
+    version, asks: the tensor's version counter and requires_grad when they were made (an autograd.Function's result
+    requires no gradient until it ends). The own shard, a view of the tensor, is not stored: it would make a cycle.
     """
 
     version: int
@@ -46,14 +46,14 @@ class Copies:
 
 
 class ViewBase:
-    """The tensor that a chain of views started from, its part, and its copies in other layouts."""
+    """The tensor that a chain of views started from, its shard, and its copies in other layouts."""
 
     def __init__(self, t: Sharded) -> None:
         self.tensor, self.cut, self.shape = t, t.at.cut, t.at.shape
         with NO():
             asks = t.requires_grad
         found: Copies | None = t.copies
-        if found is None or (found.version, found.asks) != (version(t), asks):  # the copies are of the past
+        if found is None or (found.version, found.asks) != (version(t), asks):  # the copies are outdated
             found = t.copies = Copies(version(t), asks)
         self.copies = found
 
@@ -63,12 +63,12 @@ class ViewBase:
             node, asks = self.tensor.grad_fn, self.tensor.requires_grad
         with NOTHING if node is None else torch.enable_grad():
             local = plain(self.tensor)
-        # a view that was made without gradient: torch says it has one
+        # a view made under no_grad: torch says that it requires a gradient
         return local.detach() if asks and node is None else local
 
     @property
     def cuts(self) -> list[Cut | None]:
-        """Those in which there is a copy, its own first."""
+        """The cuts that are available: the base's own first, then those of the copies."""
         return [self.cut, *self.copies.made]
 
     def __contains__(self, cut: Cut | None) -> bool:
@@ -84,14 +84,14 @@ class ViewBase:
 class View(Protocol):
     """An operation that made the same data in another shape."""
 
-    near: dict[Any, Cut | None]  # of chains that end here, see `Views.source`
+    near: dict[Any, Cut | None]  # the base's cuts found by `Views.source`, for chains that end with this view
 
     def under(self, cut: Cut | None) -> Replay | None:
-        """How it does so with its argument cut so, or whole; None if the cut cannot pass."""
+        """The view of an argument in this cut (None: replicated); None if the view cannot be taken of such shards."""
 
 
 class Replay(Protocol):
-    """A view of a part."""
+    """A view as taken of a local tensor, and the cut of its result."""
 
     @property
     def cut(self) -> Cut | None: ...
@@ -99,7 +99,7 @@ class Replay(Protocol):
 
 
 def viewed(t: Sharded) -> tuple[Sharded, View] | None:
-    """The tensor that `t` is a view of, and how; None if it has an autograd.Function's backward, not the view's."""
+    """The tensor that `t` views, and the view; None if t's backward is now an autograd.Function's, not the view's."""
     if t.viewed_from is not None:
         with NO():
             node = t.grad_fn
@@ -109,19 +109,19 @@ def viewed(t: Sharded) -> tuple[Sharded, View] | None:
 
 
 def view_base(t: Sharded) -> ViewBase:
-    """The base of a view, or `t` itself, with its copies."""
+    """The base of `t`, with its copies; `t` itself is the base if it is not a view."""
     while (view := viewed(t)) is not None:
         t = view[0]
     return ViewBase(t)
 
 
 def forget(t: Sharded) -> None:
-    """Drop the copies of a tensor that was written, or a view of it."""
+    """Drop the copies of the base of `t`, after a write in place into `t`."""
     view_base(t).copies.made.clear()
 
 
 def views_of(t: Sharded) -> list[View]:
-    """The operations that made `t` of its base, in order."""
+    """The views that lead from the base to `t`, in order."""
     views = []
     while (view := viewed(t)) is not None:
         t, made = view
@@ -130,7 +130,7 @@ def views_of(t: Sharded) -> list[View]:
 
 
 def seen(views: Sequence[View], cut: Cut) -> Cut | None:
-    """The cut of a view when its base is cut so; None if the cut cannot pass."""
+    """The cut of a view of a base in this cut; None if one of the views cannot be taken of such shards."""
     found: Cut | None = cut
     for view in views:
         again = view.under(found)
@@ -144,14 +144,14 @@ class Views:
     """Tensors between stages in other layouts: each copy is made once, for a tensor and all its views."""
 
     def __init__(self, axis: Axis, before_copy: Callable[[Tensor], None]) -> None:
-        """before_copy: called with the part of a base before the tensor, or a view of it, is wanted in another cut."""
+        """before_copy: called with the local shard of a base before the base, or a view of it, moves to another cut."""
         self.axis, self.before_copy = axis, before_copy
 
     def bring(
         self, tensors: Sequence[Tensor], shells: Sequence[Sharded | None], cuts: Sequence[Cut | None],
         via: Sequence[Sequence[Via]],
     ) -> list[Tensor]:  # fmt: skip
-        """The operands of an operation, cut as it needs them (None: whole); a sharded one that lies so as it is."""
+        """The operands of an operation in its cuts (None: replicated); operands that have theirs stay `Sharded`."""
         if any(via):
             self.copy_first(shells, via)
         moving = [(s, c) for s, c in zip(shells, cuts) if s is not None and s.at.cut != c]
@@ -165,15 +165,15 @@ class Views:
         return parts
 
     def move(self, t: Sharded, cut: Cut | None) -> Tensor:
-        """This rank's part under another cut (None: whole)."""
+        """This rank's shard under another cut (None: the full tensor)."""
         return self.move_all([(t, cut)])[0]
 
     def move_all(self, wanted: Sequence[tuple[Sharded, Cut | None]]) -> list[Tensor]:
-        """Several moves at one place: each is made once for a tensor and all its views; small switches share a call."""
+        """Several moves at one place. A base moves once for all its views; small switches share one call."""
         if all(cut == t.at.cut for t, cut in wanted):
             return [plain(t) for t, _ in wanted]
         for t, cut in wanted:
-            if cut != t.at.cut:  # a view may see what its base missed
+            if cut != t.at.cut:  # a view may see a write that its base has missed, and a copy of the base would lack
                 self.before_copy(view_base(t).local)
         todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
         bases = [view_base(t) for t, _ in wanted]
@@ -189,9 +189,9 @@ class Views:
         return [self.view(t, cut, source, base) for (t, cut), source, base in zip(wanted, sources, bases)]
 
     def source(self, t: Sharded, cut: Cut | None, base: ViewBase) -> Cut | Literal["whole", "view"]:
-        """The cut of a tensor's base that gives the tensor in another cut; "view" if no cut of the base does.
+        """The cut of a tensor's base that gives the tensor in the wanted cut; "view" if no cut of the base does.
 
-        Where no one all-to-all leads to it, for both are parts of one dim, the base is gathered first.
+        If both cuts are of one dim, no all-to-all leads from one to the other: the base is gathered first.
         """
         if cut is None:
             return "whole"
@@ -229,7 +229,7 @@ class Views:
             base[dst] = self.axis.narrow(base[None], dst)
 
     def switch(self, todo: Mapping[tuple[int, Cut], tuple[ViewBase, Cut]]) -> None:
-        """Copies in new cuts, each made of the one named: small ones share a call."""
+        """Switch bases into new cuts, each from the cut named in `todo`; small switches share one call."""
         parts = [Part(base[src], src, dst, base.shape) for (_, dst), (base, src) in todo.items()]
         with differentiable(*[p.local for p in parts]):
             made = switch_all(parts, self.axis)
@@ -237,7 +237,7 @@ class Views:
             base[dst] = local
 
     def copy_first(self, tensors: Sequence[Sharded | None], via: Sequence[Sequence[Via]]) -> None:
-        """Make the copies that the plan makes here, each of the copy that it is cheapest to make of."""
+        """Make the copies that the plan makes here, each from the copy that the plan found cheapest."""
         todo: dict[tuple[int, Cut], tuple[ViewBase, Cut]] = {}
         for base, src, dst in [(view_base(t), *way) for t, ways in zip(tensors, via) if t is not None for way in ways]:
             if src is not None and (id(base.copies), src) in todo:
@@ -267,9 +267,9 @@ class Views:
         views = views_of(t)
         for view in views:
             again = view.under(at)
-            assert again is not None  # `source` has asked
+            assert again is not None  # `source` has checked this
             local, at = again.of(local), again.cut
         with NO():
             made = t.grad_fn
-        # a view that was made without gradient has none now either
+        # a view made under no_grad has no gradient in the new layout either
         return local.detach() if views and made is None else local

@@ -1,7 +1,7 @@
-"""The operations of a model's own forward between stages, on whole tensors, while the model sees whole shapes.
+"""The operations between stages on full tensors, while the model sees global shapes.
 
-Between the stages of a `Run` its mode sees every torch function. One that meets a `Sharded` tensor gets the whole of
-it; where the plan wants a result sharded, each rank takes its part of it. `dsp.run.glue` runs on parts what has a rule.
+Between the stages of a `Run` its mode sees every torch function. A function that gets a `Sharded` tensor runs on the
+gathered tensor; each rank keeps its shard of a result that is planned sharded. `dsp.run.glue` runs rules on shards.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from dsp.sharded import ACTIVE, READ, Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, plainly, tensors_in
 from dsp.traits import Traits
 
-Again = Callable[[], AbstractContextManager[Run]]  # operations between stages, in backward
-PLAIN = frozenset({Tensor, nn.Parameter})  # functions of torch that are written in Python name these as well
+Again = Callable[[], AbstractContextManager[Run]]  # a context in which backward runs operations between stages
+PLAIN = frozenset({Tensor, nn.Parameter})  # torch functions written in Python list these among their types, too
 
 
 class active:
-    """Make `run` the one that hooks and mode of `runtime` serve, in the place of one that runs now."""
+    """Make `run` the active run of `runtime`, for its hooks and mode; a run that is active already is suspended."""
 
     def __init__(self, runtime: Any, run: Run) -> None:
         self.runtime, self.run = runtime, run
@@ -50,7 +50,7 @@ class active:
     def __enter__(self) -> None:
         current = ACTIVE.get()
         self.outer = None if current is None or current[1].mode.asleep else current[1].mode
-        if self.outer is not None:  # what backward runs asked for what a checkpoint did not keep
+        if self.outer is not None:  # code that runs in backward needs the recomputation of a checkpoint
             self.outer.suspend()
         self.token, self.run.mode = ACTIVE.set((self.runtime, self.run)), self.runtime.between_stages(self.run)
         self.run.mode.begin()
@@ -62,15 +62,15 @@ class active:
         finally:
             self.run.mode.end()
             ACTIVE.reset(self.token)
-            self.run.mode = None  # it knows the run: nobody would let go of either before garbage is collected
+            self.run.mode = None  # breaks the reference cycle of run and mode
             if self.outer is not None:
                 self.outer.resume()
 
 
 @dataclass(eq=False)
 class GlueCall:
-    """One operation of glue as a run comes to it: `node` is what the plan has of it, `step` what it asks; `shells` are
-    the tensors among its arguments as glue holds them, None for those that are not sharded."""
+    """One operation between stages, as it runs. node: its node in the plan; step: the plan's decision on it;
+    tensors: the tensors among its arguments; shells: the same as glue holds them, None for those not sharded."""
 
     run: Run
     node: PlannedNode | None
@@ -91,7 +91,7 @@ class GlueCall:
 
     @property
     def via(self) -> Sequence[Sequence[Via]]:
-        """The copies to be made of each of its tensors first."""
+        """The copies to make of each tensor first."""
         return self.step.via if self.step is not None else []
 
     @property
@@ -100,20 +100,20 @@ class GlueCall:
 
 
 class GlueOnWholes(Between):
-    """The mode of a run: every operation between its stages that meets a sharded tensor is run on whole ones.
+    """The mode of a run: every operation between stages that gets a sharded tensor runs on full tensors.
 
-    cut: the forwards of stages that run piece by piece while it is on.
+    cut: the forwards of stages that run piece by piece while the mode is on.
     """
 
     def __init__(self, run: Run, cut: Sequence[Any] = ()) -> None:
         super().__init__()
         self.run, self.cut = run, cut
-        asks = run.script is None or run.script.compiled  # else nothing that is compiled was met between stages
+        asks = run.script is None or run.script.compiled  # otherwise the plan met no compiled code between stages
         self.followed = CompileOff() if asks and compiler_loaded() else None
         self.asleep = self.popped = False
 
     def suspend(self) -> None:
-        """Inside a stage tensors are local and plain: get out of the way, entirely if nobody stands above us."""
+        """Sleep inside a stage, where tensors are local and plain; leave the stack if this mode is its top."""
         if _get_current_function_mode() is self:
             _pop_mode()
             self.popped = True
@@ -141,10 +141,10 @@ class GlueOnWholes(Between):
         self.asleep = self.popped = False
 
     def begin(self) -> None:
-        """Called before a forward; the mode is entered anew for each operation that is written out."""
+        """Prepare a forward. Unlike `__enter__`, it is not called again for operations that are written out."""
 
     def end(self) -> None:
-        """Called after a forward, however it ended."""
+        """Clean up after a forward, whether it returned or raised."""
         for forward in self.cut:
             forward.let_go()
 
@@ -159,10 +159,10 @@ class GlueOnWholes(Between):
             note_checkpoint(run)
         asks = run.writes.has_copies or name in run.on_wholes
         if not asks and PLAIN.issuperset(types) and not dtensors(args, kwargs):
-            run.where = ("glue", -1, name)  # of what communicates by itself
+            run.where = ("glue", -1, name)  # for operations that communicate by themselves
             out = func(*args, **kwargs)
             if not (what.in_place or (type(out) is Tensor and not out.requires_grad)):
-                out = plainly(out)  # asked here as well: a call less for most
+                out = plainly(out)  # the condition above saves most operations this call
         else:
             out = self.operate(func, what, args, kwargs)
         if run.recorder is not None:
@@ -170,11 +170,11 @@ class GlueOnWholes(Between):
         return out
 
     def wait(self, what: Traits, args: Any, kwargs: Any) -> None:
-        """Wait for the numbers of what a function reads, where they are under way."""
+        """Wait for the data of a function's arguments, if still in transfer."""
         self.run.arrive(tensor_args(args, kwargs))
 
     def operate(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
-        """One operation that meets a sharded tensor, or of which the plan asks something: on whole tensors."""
+        """Run on full tensors an operation that gets a sharded tensor, or on which the plan has a decision."""
         run, (tensors, shells) = self.run, self.opened(what, args, kwargs)
         if (what.in_place and isinstance(shells[0], Sharded)) or isinstance(kwargs.get("out"), Sharded):
             raise GlueError(WRITES.format(name=what.name))
@@ -187,7 +187,7 @@ class GlueOnWholes(Between):
         return on_wholes(op, run.views.bring(tensors, shells, whole, op.via), whole)
 
     def opened(self, what: Traits, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Sharded | None]]:
-        """The tensors among the arguments, and as glue holds them."""
+        """The tensors among the arguments, and the `Sharded` that glue holds for each (None: not sharded)."""
         if self.run.writes.stale and what.name == "setitem":
             self.run.writes.written_back(*args)
         tensors = tensor_args(args, kwargs)
@@ -210,7 +210,7 @@ class GlueOnWholes(Between):
 
 
 def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None]) -> Any:
-    """The call on whole tensors, and of its results this rank's part where the plan wants it."""
+    """Call the operation on full tensors, and shard the results that the plan wants sharded."""
     args, kwargs = replaced(op.args, op.kwargs, iter(tensors))
     with writes(op, tensors, cuts) as views:
         out = views(op.func(*args, **kwargs))
@@ -218,7 +218,7 @@ def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None]) -
 
 
 def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | None]) -> Any:
-    """Whole results, of which this rank takes its part where the plan wants it."""
+    """Replicated results; this rank keeps its shard of each that the plan wants sharded."""
     if not any(push) or node is None:
         return out
     tensors = tensors_in(out)
@@ -227,12 +227,12 @@ def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | No
 
 
 def writes(op: GlueCall, parts: Sequence[Tensor], cuts: Sequence[Cut | None]) -> Any:
-    """The context of `Writes.around` for an operation that runs on these parts."""
+    """The context of `Writes.around` for an operation that runs on these local tensors."""
     return op.run.writes.around(op.what.name, op.what.in_place, op.tensors, op.shells, parts, cuts)
 
 
 def dtensors(args: Any, kwargs: Any) -> bool:
-    """Tell whether there is a DTensor among the arguments, or a sharded tensor that a function's types do not name."""
+    """Tell whether a DTensor is among the arguments, or a sharded tensor that a function's types do not list."""
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, (DTensor, Sharded)) or (type(a) in (list, tuple) and dtensors(a, None)):
             return True
@@ -250,7 +250,7 @@ def sharded_in(args: Any, kwargs: Any) -> list[Sharded]:
 
 
 def in_backward(run: Run, script: Script | None) -> Again:
-    """A context in which operations between stages run in backward as in this run, by `script`."""
+    """A context in which backward runs operations between stages as this run does, by `script`."""
     axis, sizes, first, turns, current = run.axis, run.root_sizes, run.first, dict(run.turns), ACTIVE.get()
     assert current is not None
     runtime = current[0]
@@ -266,7 +266,7 @@ def in_backward(run: Run, script: Script | None) -> Again:
 
 
 def note_checkpoint(run: Run) -> None:
-    """Inside a checkpointed region: let its recomputation in backward run under this run's script again."""
+    """Inside a checkpointed region: let the recomputation in backward follow this run's script."""
     frame = checkpoint_frame()
     if frame is None or frame is run.within or Recompute.known(frame, note_checkpoint):
         return

@@ -1,7 +1,7 @@
-"""Writes in place between stages: every tensor that shares the memory sees them, or they are refused.
+"""Writes in place between stages: every tensor that shares the memory sees a write, or the write is refused.
 
-On one device a view shares memory with its base. On a rank it may be a copy: of a tensor that was moved first, or of a
-part that lies otherwise in memory. `_dsp_copy_of` of a tensor says what its memory is a copy of.
+On one device a view shares memory with its base. On a rank the view may be a copy: of a tensor that was moved first, or
+of a shard whose strides allow no view. A tensor's `_dsp_copy_of` names the memory that its own memory is a copy of.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsp.run.views import forget
 from dsp.sharded import Moved, Sharded, carry
 from dsp.tensors import memory, overlap, tensors_in, version
 
-# the writes that are refused
+# the errors of writes that are refused
 MISSED = (
     "{who} wrote in place into a copy: its tensor, or one that shares its memory, had been switched or gathered. What "
     "it was copied from missed that write, and is read now. Use an out-of-place operation"
@@ -30,15 +30,15 @@ INTO_PART = "{who} writes in place into its shard of a tensor that is replicated
 
 
 def copy_source(t: Tensor) -> Any:
-    """The memory that the memory of a tensor is a copy of, or a text that names it; None if it is no copy."""
+    """The memory of which a tensor's memory is a copy, or a text that names that memory; None if it is not a copy."""
     return t.__dict__.get("_dsp_copy_of")
 
 
 class Writes:
     """The writes of one forward.
 
-    stale: memory that has missed a write, whose write, where, and into what memory it was; copied: memory, and that of
-    a copy that results are views of; has_copies: whether a whole tensor is a copy that may not be written.
+    stale: memory that missed a write, the operation and line that wrote, and the memory written; copied: pairs of a
+    memory and its copy's, for copies that results view; has_copies: a replicated tensor is a copy, not to be written.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -56,7 +56,7 @@ class Writes:
                 raise error
 
     def wrote(self, who: str, t: Tensor, local: Tensor) -> None:
-        """Note a write in place into `local`, which stands for `t`: other memory of the same tensor is stale then."""
+        """Note a write in place into `local`, the local form of `t`: other memory of the same tensor becomes stale."""
         copied, by = copy_source(t), memory(local)
         if isinstance(copied, str):
             raise GlueError(INTO_COPY.format(who=who, what=copied))
@@ -71,13 +71,13 @@ class Writes:
             self.stale += [(other, who, line, by) for other in missed]
 
     def written_back(self, x: Tensor, index: Any, value: Any) -> None:
-        """Note that `x[index] = value` comes next: if value is a copy of that part, x misses none of its writes."""
+        """Note that `x[index] = value` comes next: if value is a copy of x[index], x now gets the writes it missed."""
         read = value.__dict__.get("_dsp_read") if isinstance(value, Tensor) else None
         if read is not None and read[0] is x and read[1] == index:
             self.stale = [s for s in self.stale if (s[0], s[-1]) != (memory(x), memory(value))]
 
     def mark_copies(self, outputs: list[Tensor], operands: Iterable[tuple[Tensor, Sharded | None, Tensor]]) -> None:
-        """Mark results that are views of a copy: what is written into them the tensor that was copied must not miss."""
+        """Mark results that view a copy: a write into such a result would miss the tensor that was copied."""
         copied: dict[Any, Any] = {}
         for t, shell, local in operands:
             own = t if shell is None else shell
@@ -96,9 +96,9 @@ class Writes:
     def mark_moved(
         self, made: Sequence[Tensor], results: Sequence[Tensor], moves: Sequence[bool], given: Sequence[Tensor]
     ) -> None:
-        """Mark those of a stage's results that moved, as `made`, and shared memory with another, or with an input.
+        """Mark a stage's moved results (`made`) that shared memory with another result or with an input.
 
-        The plan moves none such if its forward wrote into the memory later; this one may.
+        The plan moves no such result if the planned forward writes into the memory later; this forward may write.
         """
         for t, own, moved in zip(made, results, moves):
             for x in (*results, *given) if moved and own.numel() else ():
@@ -112,7 +112,7 @@ class Writes:
         self.copied += [] if isinstance(copied, str) else [(copied, memory(t))]
 
     def reshape_copied(self, x: Sharded, t: Tensor) -> None:
-        """Note that t, a view of x on one device, is a copy on this rank, whose part of x lies otherwise in memory."""
+        """Note that t, on one device a view of x, is a copy on this rank, whose shard of x has other strides."""
         if t.numel():
             self.mark(t, copy_source(x) or memory(x))
 
@@ -121,10 +121,10 @@ class Writes:
         self, who: str, in_place: bool, tensors: Sequence[Tensor], shells: Sequence[Sharded | None],
         parts: Sequence[Tensor], cuts: Sequence[Cut | None],
     ) -> Iterator[Callable[[Any], Any]]:  # fmt: skip
-        """Around an operation: what it writes in place, all tensors that share the memory must see, or it is refused.
+        """Run an operation inside this context: its writes in place reach all tensors that share the memory, or raise.
 
-        who: its name; in_place: it writes into the first of `tensors`, which are `shells` as glue holds them, and run
-        as `parts` in `cuts`. Yields a function to mark those of its results that are views of a copy.
+        who: the operation's name; in_place: it writes into the first tensor; shells: `tensors` as glue holds them;
+        parts: the local tensors that run, in `cuts`. Yields a function that marks results that view a copy.
         """
         versions = [version(t) for t in parts]
 
@@ -140,7 +140,7 @@ class Writes:
                 forget(s)
             self.wrote(f"{who}() between stages", t if s is None else s, x)
             if s is not None and memory(x) != memory(s):
-                if c is None:  # written whole, on every rank
+                if c is None:  # the full tensor was written, on every rank
                     x, c = self.axis.narrow(x, s.at.cut), s.at.cut
                 if type(s) is Sharded:
                     s.__class__ = Moved
