@@ -2,7 +2,7 @@
 
 A plain backward would get this rank's shards as plain tensors, gradients N times those of a single process, and saved
 tensors in other layouts (docs/numerics.md). So while a forward runs, the `ctx` of a function gets another class. Its
-backward passes sharded tensors to the model's code, and brings the returned gradients into the layouts of the arguments.
+backward passes sharded tensors to the model's code, and brings returned gradients into the layouts of the arguments.
 """
 
 from __future__ import annotations
