@@ -39,6 +39,7 @@ HOMONYMS = {
     Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
     Tensor.requires_grad_: "requires_grad",
     set_backward_hooks: "register_hook",
+    getattr(torch.linalg, "polar", None): "polar_decomposition",  # since torch 2.15
     **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
 }
 
@@ -50,6 +51,8 @@ def op_name(func: Any) -> tuple[str, bool]:
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return getattr(func.__self__, "__name__", "?"), True
+    if getattr(func, "__module__", None) == "torch.foreach":  # since torch 2.15; before, their names began so
+        return f"foreach_{name.strip('_')}", False
     return name.strip("_").removeprefix("linalg_"), False
 
 

@@ -254,6 +254,24 @@ def test_a_function_of_autograd_that_begins_a_backward_is_refused(mesh: DeviceMe
         model(torch.randn(1, 6, 5, C)).sum().backward()
 
 
+def foreach(name: str) -> Any:
+    """A function of lists of tensors, public since torch 2.15."""
+    return getattr(getattr(torch, "foreach", None), name, None) or getattr(torch, f"_foreach_{name}")
+
+
+def test_functions_of_lists_are_not_those_of_one_tensor(mesh: DeviceMesh) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        parts = [m.space(x), m.space(x * 2)[:, :4]]
+        sums = foreach("add")(parts, [parts[1][:, :1], parts[0][:, 1:2]])
+        return m.time(x) * sums[1].mean() + foreach("norm")(sums)[0]
+
+    x = torch.randn(2, 7, 5, C, dtype=torch.float64)
+    exact(SpaceTime(forward).double(), mesh, (x,), rounds=2)
+    model = dsp.parallelize(SpaceTime(lambda m, x: foreach("mul_")([m.space(x)], [2.0])), mesh)
+    with pytest.raises(dsp.GlueError, match=r"foreach_mul.* has no rule"):
+        model(x.float())
+
+
 class Gathers(nn.Module):
     """A stage with a collective inside that fails, as where the connection to another rank breaks."""
 
