@@ -236,9 +236,8 @@ def checkpoint_frame() -> Any:
 
 
 # the code that runs the forward of a checkpoint: a function of its own since torch 2.15
-CHECKPOINT = inspect.unwrap(
-    getattr(torch.utils.checkpoint, "_checkpoint_impl", torch.utils.checkpoint.checkpoint)
-).__code__
+_source = torch.utils.checkpoint
+CHECKPOINT = inspect.unwrap(getattr(_source, "_checkpoint_impl", _source.checkpoint)).__code__
 
 
 def checkpoint_arguments(frame: Any) -> Sequence[Any]:

@@ -28,7 +28,6 @@ has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.de
 """.split()
 )
 
-
 # functions that would get the plain name of another: bool(x) reads a number, x.bool() is a cast
 HOMONYMS = {
     torch.embedding: "embedding_of_weight",
@@ -69,10 +68,8 @@ __ilshift__ __irshift__
 )
 ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
-
 # the position of the argument whose type and device alone are read: its layout does not matter
 DTYPE_ARG = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0, "new_empty": 0}
-
 
 # functions written out in others: by function, or by name for those that take time to import; and the names of
 # arguments that the written-out form calls otherwise
