@@ -101,7 +101,7 @@ class LatentFolder:
         return x
 
     def caption(self, entry: Entry | None) -> tuple[Tensor, Tensor]:
-        """The caption's embedding [text_length, e] float32, padded with zeros, and the mask [text_length] of its tokens.
+        """The caption's embedding [text_length, e] float32, padded with zeros, and the mask of tokens [text_length].
 
         Without an entry: that of the empty caption. All captions have the same length, and therefore the same plan.
         """

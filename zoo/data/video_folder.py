@@ -365,7 +365,7 @@ def _upright(frame: Any) -> tuple[int, int]:
 
 
 def _pixels(frame: Any, height: int, width: int, top: float, left: float) -> torch.Tensor:
-    """The upright frame, scaled to cover height x width, cropped at `top`, `left` (shares of the excess): uint8 [h, w, 3]."""
+    """The frame, upright, scaled to height x width, cropped at shares `top`, `left` of the excess: uint8 [h, w, 3]."""
     turns, sizes = _turns(frame), _upright(frame)
     scale = max(height / sizes[0], width / sizes[1])
     rows, columns = max(height, round(sizes[0] * scale)), max(width, round(sizes[1] * scale))

@@ -212,7 +212,7 @@ class Logits(nn.Module):
 class AxialImage(nn.Module):
     """``forward(image, label=None)``
 
-    image (b c h w), whole numbers from 0 to ``levels - 1``, and label (b) with ``num_classes`` -> (b c h w k), logits
+    image (b c h w), integers from 0 to ``levels - 1``, and label (b) with ``num_classes`` -> (b c h w k), logits
     of every value given the previous ones. Images may be smaller than ``height`` and ``width``.
     """
 

@@ -171,7 +171,7 @@ EMBEDDING = {
 }
 
 
-PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]", "heads.told": "b i j [k] -> b i j [v]"}  # where told
+PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]", "heads.told": "b i j [k] -> b i j [v]"}  # optional
 
 
 def check_masks(msa_mask: Tensor | None, mask: Tensor | None) -> None:

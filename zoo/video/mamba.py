@@ -276,8 +276,8 @@ def mixer_from_reference(state: Mapping[str, Tensor], prefix: str = "", *, group
 
     Names are those of mamba_ssm, which transformers and Vision Mamba share: the prefix of layer 3 is
     "backbone.layers.3.mixer." in a language model, "layers.3.mixer." in a transformers MambaModel and in Vision Mamba.
-    Shapes cannot tell how many ``groups`` a Mamba-2 has. Some Vision Mambas halve the sum of both directions: halve
-    their ``out_proj.weight``.
+    Shapes do not determine ``groups`` of a Mamba-2. Some Vision Mambas halve the sum of both directions: for these,
+    halve ``out_proj.weight``.
 
     ValueError: names or shapes are not those of such a mixer.
     """

@@ -18,7 +18,7 @@ def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
     An alignment belongs to the entity whose sequence is its query; that of a complex is assigned chain by chain.
     Several alignments of one entity are concatenated, and repeated rows are dropped. With more than one entity, the
     i-th rows of a species in each entity become one `paired` row (AlphaFold-Multimer, supplement, 1.1); so do rows of a
-    complex that its file has in one row. Other rows have gaps in all other entities. All copies of an entity have the
+    complex that its file has in one row. Any other row has gaps outside its entity. All copies of an entity have the
     same rows.
 
     ValueError: an alignment belongs to no entity; the message describes the difference from the nearest one.

@@ -124,7 +124,7 @@ class PottsFamilies:
         for i in indices:
             random = generator("potts", self.split, self.seed, i)
             crop = self._crop(random)
-            while crop.contact_atoms()[1].mean() < 0.5:  # a tail of which little was seen
+            while crop.contact_atoms()[1].mean() < 0.5:  # less than half was seen
                 crop = self._crop(random)
             crops.append(crop)
             sources.append(random)
