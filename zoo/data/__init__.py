@@ -1,1 +1,1 @@
-"""Data sets. Each is in a file of its own and imports what it needs to read when it is built, not before."""
+"""Data sets, one file each; packages that read files are imported only when a data set is built."""

@@ -1,7 +1,7 @@
-"""Clips of several sizes: which go together in a batch, and whose turn it is.
+"""Clips of several sizes: the clips of each batch, and the order of the buckets.
 
-A bucket holds the clips of one shape. Every step is of one bucket, drawn by all ranks from the same integers, so that
-there is nothing to agree on. Letters: n clips of a bucket, b its samples a step.
+A bucket has the clips of one shape. Every step takes one bucket, which all ranks draw from the same integers, without
+communication. Letters: n clips of a bucket, b its samples a step.
 """
 
 import re
@@ -19,7 +19,7 @@ _SAME_RATE = 0.01  # 23.976 and 24 frames a second are one rate, 24 and 25 are t
 
 @dataclass(frozen=True)
 class Bucket:
-    """Clips of `frames` x `height` x `width` latent cells, or pixels before they are encoded; of any rate or of one."""
+    """Clips of `frames` x `height` x `width` latent cells (pixels before encoding), at one frame rate or at any."""
 
     frames: int
     height: int
@@ -28,7 +28,7 @@ class Bucket:
 
     @classmethod
     def parse(cls, text: str) -> "Bucket":
-        """The bucket that "TxHxW" or "TxHxW@fps" names; a ValueError if it names none.
+        """The bucket of a text "TxHxW" or "TxHxW@fps"; a ValueError for any other text.
 
         >>> Bucket.parse("16x32x32@24")
         Bucket(frames=16, height=32, width=32, fps=24.0)
@@ -50,7 +50,7 @@ class Bucket:
         return self.frames * self.height * self.width
 
     def holds(self, frames: int, height: int, width: int, fps: float) -> bool:
-        """Tell whether a clip belongs here. Nothing is cut or resized: the shape is the bucket's own."""
+        """Return True if a clip belongs here: it has exactly the bucket's shape, and its rate if the bucket has one."""
         rate = self.fps is None or abs(fps - self.fps) <= _SAME_RATE * self.fps
         return rate and (frames, height, width) == self.shape
 
@@ -59,8 +59,8 @@ class Bucket:
 
 
 def bucket_batches(batch: int, buckets: Sequence[Bucket], balance: bool) -> list[int]:
-    """Samples a batch of each bucket: `batch`, or with `balance` as many as have no more cells than `batch` of the
-    largest bucket, at least one."""
+    """The samples in a batch of each bucket: `batch`; with `balance` at least one, and as many as have no more cells
+    than `batch` samples of the largest bucket."""
     if not balance:
         return [batch] * len(buckets)
     most = max(bucket.cells for bucket in buckets)
@@ -70,14 +70,14 @@ def bucket_batches(batch: int, buckets: Sequence[Bucket], balance: bool) -> list
 def bucket_step(
     seed: int, step: int, counts: Sequence[int], batches: Sequence[int]
 ) -> tuple[int, list[int], list[int]]:
-    """The bucket of step `step` and its samples there, as `(bucket, epochs, indices)`.
+    """The bucket and the samples of step `step`, as `(bucket, epochs, indices)`.
 
-    A pure function, where `counts` are the clips n of every bucket and `batches` its samples b a step, of all
+    A pure function. `counts`: the clips n of every bucket; `batches`: the samples b of every bucket in a step, of all
     data-parallel groups together. The samples of a bucket are one endless stream through its epochs, each of which
-    visits each of its clips once (`batch_indices`); a step that begins in what is left of one epoch ends in the next.
-    In an epoch of the whole, bucket k has the steps that its stream is due, floor(n (e + 1) / b) - floor(n e / b), and
-    the steps of all buckets come in shuffled order. So less than one batch of a bucket waits for the next epoch, and a
-    bucket of fewer clips than a batch has a turn only every few epochs.
+    visits each clip once (`batch_indices`); a step that begins with the rest of one epoch ends in the next. In epoch e
+    of all clips, a bucket has floor(n (e + 1) / b) - floor(n e / b) steps; the steps of all buckets are shuffled. Less
+    than one batch of a bucket therefore waits for the next epoch, and a bucket with fewer clips than a batch has a step
+    only every few epochs.
     """
     if step < 0 or not counts or min(*counts, *batches) < 1 or len(counts) != len(batches):
         raise ValueError(f"bucket_step: expected step >= 0, counts and batches >= 1, got {step=} {counts=} {batches=}")
@@ -96,7 +96,7 @@ def bucket_step(
 
 @lru_cache(maxsize=2)
 def _turns(seed: int, epoch: int, counts: tuple[int, ...], batches: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The steps of an epoch, each as a bucket and which of that bucket's steps it is, counted over all epochs."""
+    """The steps of an epoch, each as (bucket, number of the step among the bucket's steps of all epochs)."""
     steps = [k for k, (n, b) in enumerate(zip(counts, batches)) for _ in range((epoch + 1) * n // b - epoch * n // b)]
     following = [epoch * n // b for n, b in zip(counts, batches)]
     turns = []

@@ -13,9 +13,9 @@ class Clips:
     """The clips of `items`, each a tensor [c, t, h, w] in [-1, 1], or with its class: (tensor, int) or a dict of `x`
     and `label`.
 
-    items: has a length and items by number, as a torch Dataset; anything else is gone through once and kept. All clips
-    have the size of the first. classes: how many there are; None for none. Items are made whole on every rank, and a
-    rank keeps its own frames. Raises ValueError for what is no clip.
+    items: an object with a length and indexing, as a torch Dataset; any other iterable is read once into a list. All
+    clips have the size of the first. classes: their number; None: no classes. Every rank loads complete items and keeps
+    its own frames. ValueError: an item is not a clip.
     """
 
     def __init__(self, items: Iterable[Any], classes: int | None = None) -> None:

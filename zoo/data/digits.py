@@ -1,9 +1,9 @@
-"""Handwritten digits, still and moving: the demos' data, made of the real digit images that ship with scikit-learn.
+"""Handwritten digits, still and moving: the data of the demos, from the real digit images in scikit-learn.
 
 1797 images of 8 x 8 pixels with 17 levels of grey (Alpaydin & Kaynak 1998, "Optical Recognition of Handwritten Digits",
-UCI; BSD copy in scikit-learn), of which 297 are for validation. A clip shows one of them, scaled up, moving in a
-straight line at a constant speed and bouncing off the walls, as in Moving MNIST (Srivastava et al. 2015); its class is
-the digit. Positions are real numbers and the image is drawn by bilinear interpolation, so the motion is smooth.
+UCI; BSD copy in scikit-learn); 297 of them are for validation. A clip shows one image, scaled up, which moves in a
+straight line at a constant speed and bounces off the walls, as in Moving MNIST (Srivastava et al. 2015); its class is
+the digit. Positions are real numbers and the image is drawn by bilinear interpolation, so that the motion is smooth.
 """
 
 import math
@@ -32,7 +32,7 @@ def _images() -> tuple[np.ndarray, list[int]]:
 
 
 def _split(split: str) -> list[int]:
-    """The images of the "train" or of the "validation" split, the same for every seed."""
+    """The image numbers of the "train" or the "validation" split, the same for every seed."""
     if split not in ("train", "validation"):
         raise ValueError(f"DigitImages, MovingDigits: split must be 'train' or 'validation', got {split!r}")
     shuffled = order(0, 0, len(_images()[1])).tolist()
@@ -40,7 +40,7 @@ def _split(split: str) -> list[int]:
 
 
 class DigitImages:
-    """Images [1, 8, 8] of whole numbers from 0 to 16, int64, with their class 0-9."""
+    """Images [1, 8, 8] of integers from 0 to 16, int64, with their class 0-9."""
 
     shape, levels, num_classes = (1, 8, 8), 17, 10
 
@@ -58,7 +58,7 @@ class DigitImages:
 
 
 def reflect(position: float, room: float) -> float:
-    """Where a point that bounces between 0 and `room` is, if it would be at `position` without walls."""
+    """The position of a point that bounces between 0 and `room`; `position` is the one without walls."""
     if room <= 0:
         return 0.0
     position = position % (2 * room)
@@ -73,9 +73,9 @@ def _resample(offsets: list[float], length: int, digit: float, source: int = 8) 
 
 
 def spell(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Captions of digits (b): the letters of their names, one-hot (b 5 26), and where there are any (b 5, bool).
+    """Captions of digits (b): the letters of their names, one-hot (b 5 26), and the mask of letters (b 5, bool).
 
-    10 is no digit and has the empty caption.
+    10 stands for no digit and has the empty caption.
     """
     codes = [[ord(letter) - ord("a") for letter in name] + [-1] * (5 - len(name)) for name in _NAMES]
     letters = torch.tensor(codes, device=labels.device)[labels]
@@ -86,8 +86,7 @@ class MovingDigits:
     """Clips [1, frames, height, width] of one handwritten digit in motion, values in [-1, 1], with its class 0-9.
 
     `size` is the canvas (height, width) and `digit` the side of the digit, in pixels; `speed` is the range of speeds,
-    in pixels a frame. No image is in both splits, whatever the seed. The trajectory is a function of (seed, epoch,
-    index).
+    in pixels a frame. No image is in both splits, for any seed. The trajectory is a function of (seed, epoch, index).
     """
 
     num_classes: int | None = 10
@@ -114,7 +113,7 @@ class MovingDigits:
         return len(self.samples)
 
     def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:
-        """Clip `index` as epoch `epoch` shows it; only `frames` are drawn."""
+        """Clip `index` in epoch `epoch`; only `frames` are drawn."""
         images, labels = _images()
         image, label = images[self.samples[index]], labels[self.samples[index]]
         _, height, width = self.shape

@@ -1,4 +1,4 @@
-"""Clips to train on from a folder of latents (zoo/data/latents.py), in buckets of one shape each.
+"""Training clips from a folder of latents (zoo/data/latents.py), in buckets of one shape each.
 
 Letters: c channels, t frames, h w height and width in latent cells, l tokens, e channels of the text.
 """
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class LatentFolder:
-    """The clips of a folder that fit into `buckets`, or all of them: a bucket then is every shape there is.
+    """The clips of a folder that fit into `buckets`; without `buckets` all clips, one bucket for each shape.
 
-    `buckets` are there from the one with most cells to the one with fewest, and `clips` are those of each, by name. A
-    clip that fits a bucket of its frame rate and one of any rate is in the first. LatentError: the folder cannot be
-    used, a bucket fits no clip, or a clip is not what the manifest says.
+    The attribute `buckets` is sorted from most cells to fewest; `clips` has the clips of each bucket, sorted by name. A
+    clip that fits a bucket of its frame rate and one of any rate is in the former. LatentError: the folder cannot be
+    used, a bucket fits no clip, or a clip contradicts the manifest.
     """
 
     def __init__(self, root: str | os.PathLike[str], buckets: Sequence[Bucket] = ()):
@@ -41,7 +41,7 @@ class LatentFolder:
                     f"{root}: {entry.name} in {entry.shard} has {entry.shape[0]} channels and {entry.tokens} tokens, "
                     f"where the manifest says {self.manifest.channels} and at most {self.manifest.text_length}"
                 )
-        self.caption(None)  # a damaged one is found now
+        self.caption(None)  # finds a damaged file now
         if repeated := sorted({str(bucket) for bucket in buckets if list(buckets).count(bucket) > 1}):
             raise LatentError(f"{', '.join(repeated)}: named twice among the buckets")
         found = sorted({Bucket(*entry.shape[1:]) for entry in entries}, key=largest_first)
@@ -62,10 +62,10 @@ class LatentFolder:
         return sum(map(len, self.clips))
 
     def split(self, validation: float) -> tuple["LatentFolder", "LatentFolder"]:
-        """This folder in two, `(train, validation)`: about that share of the clips is held out, in whole videos.
+        """Split the folder into `(train, validation)`: whole videos with about that share of the clips are held out.
 
-        No video has clips on both sides, which would be a leak. Which are held out depends on their names alone, and
-        on that a bucket is left one clip to train on. Where none can be, validation uses the clips of training.
+        No video has clips on both sides, which would be a leak. The choice depends only on names and leaves every
+        bucket at least one clip to train on. If no video can be held out, validation uses the training clips.
         """
         if not 0 < validation < 1:
             raise LatentError(f"the share of clips held out for validation must be between 0 and 1, got {validation}")
@@ -78,7 +78,7 @@ class LatentFolder:
         for name in sorted(videos, key=hash_seed):
             taken = Counter(i for i, _ in videos[name])
             fits = all(room[i] >= count for i, count in taken.items())
-            # the first one in any case, then those that do not go far beyond the share
+            # the first in any case, then those that keep within the share
             if fits and (not chosen or len(chosen) + len(videos[name]) <= wanted):
                 chosen |= {entry.name for _, entry in videos[name]}
                 room = [left - taken[i] for i, left in enumerate(room)]
@@ -92,7 +92,7 @@ class LatentFolder:
         return train, held_out
 
     def latent(self, entry: Entry, frames: range | None = None) -> Tensor:
-        """The latent [c, frames asked for, h, w], float32; no other frames are read."""
+        """The latent [c, number of `frames`, h, w], float32; no other frames are read."""
         x, (channels, length, *size) = self.latents.latent(entry, frames), entry.shape
         if x.shape != (channels, length if frames is None else len(frames), *size):
             raise LatentError(f"{self.latents.folder / entry.shard}: {entry.name} is not what the header says of it")
@@ -101,9 +101,9 @@ class LatentFolder:
         return x
 
     def caption(self, entry: Entry | None) -> tuple[Tensor, Tensor]:
-        """The caption's embedding [text_length, e] float32, zero behind its tokens, and where these are [text_length].
+        """The caption's embedding [text_length, e] float32, padded with zeros, and the mask of tokens [text_length].
 
-        Of the empty caption, which stands for none, if there is no entry. One length for all keeps one plan for all.
+        Without an entry: that of the empty caption. All captions have the same length, and therefore the same plan.
         """
         text = self.latents.unconditional() if entry is None else self.latents.text(entry)
         length, channels = self.manifest.text_length, self.manifest.text_channels
@@ -118,16 +118,16 @@ class LatentFolder:
 
 
 def video_of(entry: Entry) -> str:
-    """The file that a clip is of: encoding names its clips FILE#PLACE."""
+    """The video file of a clip: encoding names clips FILE#PLACE."""
     return entry.name.rpartition("#")[0] or entry.name
 
 
 def padded(text: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """An embedding [l, e] as [length, e], zero behind its tokens, and where these are [length]."""
+    """An embedding [l, e] padded with zeros to [length, e], and the mask of its tokens [length]."""
     return pad(text, (0, 0, 0, length - len(text))), torch.arange(length) < len(text)
 
 
 def largest_first(bucket: Bucket) -> tuple[int, int, int, int, float]:
-    """A bucket of one rate comes before that of any rate."""
+    """The sort key of buckets: most cells first; for one shape, a bucket of one rate before that of any rate."""
     rate = float("inf") if bucket.fps is None else bucket.fps
     return -bucket.cells, bucket.frames, bucket.height, bucket.width, rate

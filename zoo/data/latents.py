@@ -1,12 +1,12 @@
-"""A folder of encoded clips: latents and text embeddings in sharded safetensors, and a manifest that says whose.
+"""A folder of encoded clips: latents and text embeddings in sharded safetensors, and a manifest of the encoders.
 
-    manifest.json            what encoded them: the autoencoder, its factors, the text encoder
+    manifest.json            the encoders: the autoencoder, its factors, the text encoder
     unconditional.safetensors    the embedding of the empty caption, `text` [l, e]
-    shard-<hash>.safetensors     clips: `<i>.latent` [c, t, h, w] and `<i>.text` [l, e]; the header says what each is
+    shard-<hash>.safetensors     clips: `<i>.latent` [c, t, h, w] and `<i>.text` [l, e]; the header describes each
 
-A shard has its name when it is whole, and never changes: writing goes on where it stopped, on any number of ranks. Of
-a latent only the frames asked for are read. Letters: c channels, t frames, h w height and width in latent cells,
-l tokens, e channels of the text.
+A shard gets its name when it is complete, and never changes: writing continues where it stopped, on any number of
+ranks. Only the requested frames of a latent are read. Letters: c channels, t frames, h w height and width in latent
+cells, l tokens, e channels of the text.
 """
 
 import hashlib
@@ -38,31 +38,31 @@ class LatentError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The encoder of a folder's clips. Latents are (z - shift) * scale, of about unit variance.
+    """The encoders of a folder's clips. Latents are (z - shift) * scale, of about unit variance.
 
     `shift` and `scale` are one number, or one a channel.
     """
 
     vae: str  # the class of the autoencoder, as diffusers calls it
-    vae_path: str  # where it was
+    vae_path: str  # the folder it was read from
     vae_hash: str  # of its configuration and weights
     channels: int  # c
     factor: tuple[int, int, int]  # pixels a latent cell, in t, h, w
-    causal: bool  # the first frame has a cell of its own: t = 1 + (frames - 1) / factor
+    causal: bool  # the first frame is encoded alone: t = 1 + (frames - 1) / factor
     shift: float | tuple[float, ...]
     scale: float | tuple[float, ...]
     text: str  # the class of the text encoder
     text_path: str
     text_hash: str
     text_channels: int  # e
-    text_length: int  # tokens a caption has at most
+    text_length: int  # most tokens of a caption
 
 
 @dataclass(frozen=True)
 class Entry:
     """One clip. Sizes are those of the pixels that were encoded; `shape` is the latent's."""
 
-    name: str  # of the source, relative to its folder, and where in it
+    name: str  # of the source, relative to its folder, with the place of the clip in it
     caption: str
     frames: int
     height: int
@@ -75,7 +75,7 @@ class Entry:
 
 
 def write_manifest(folder: Path, manifest: Manifest, unconditional: Tensor) -> None:
-    """Begin a folder, or go on with one: a LatentError if another autoencoder or text encoder began it."""
+    """Begin a folder, or continue one: a LatentError if it has another autoencoder or text encoder."""
     from safetensors.torch import save
 
     if (folder / MANIFEST).exists():
@@ -105,11 +105,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def encoded(folder: Path) -> list[Entry]:
-    """Every clip in the whole shards of a folder, by name. Reads headers, and shards whose header does not call them
-    finite.
+    """Every clip in the complete shards of a folder, sorted by name. Reads headers, and the data of shards whose header
+    does not declare it finite.
 
-    Raises a LatentError that names a shard which is truncated, of other encoders than the manifest, repeats a clip, or
-    holds what is not finite.
+    A LatentError names a shard that is truncated, has other encoders than the manifest, repeats a clip, or has NaN or
+    infinite values.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -139,7 +139,7 @@ def encoded(folder: Path) -> list[Entry]:
 
 
 class Latents:
-    """The clips of a folder, to be read. Shards are opened when first asked for and stay mapped, not loaded."""
+    """A reader of a folder's clips. Shards are opened at their first use and stay memory-mapped, not loaded."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
@@ -147,7 +147,7 @@ class Latents:
         self._open: dict[str, Any] = {}
 
     def latent(self, entry: Entry, frames: range | slice | None = None) -> Tensor:
-        """The latent [c, frames asked for, h, w], float32; no other frames are read."""
+        """The latent [c, number of `frames`, h, w], float32; no other frames are read."""
         chosen = frame_range(frames, entry.shape[1])
         view = self._shard(entry).get_slice(f"{entry.place}.latent")
         if not len(chosen):
@@ -156,7 +156,7 @@ class Latents:
         return x[:, [i - min(chosen) for i in chosen]].float()
 
     def text(self, entry: Entry) -> Tensor:
-        """The embedding of its caption [l, e], float32."""
+        """The embedding of the clip's caption [l, e], float32."""
         return self._shard(entry).get_tensor(f"{entry.place}.text").float()
 
     def unconditional(self) -> Tensor:
@@ -174,9 +174,9 @@ class Latents:
         return text
 
     def verify(self) -> None:
-        """Read every shard whole: a LatentError names one whose tensors are not those that were written, or not finite.
+        """Read all data of every shard: a LatentError names one whose tensors have changed or are not finite.
 
-        Shards of before there were checksums are only searched for what is not finite.
+        Shards without a checksum, of older versions, are only searched for NaN and infinite values.
         """
         for path in _shards(self.folder, "verifying shards"):
             _verify(path)
@@ -193,9 +193,9 @@ class Latents:
 
 
 class Writer:
-    """Adds clips to a folder whose manifest is there, a shard at a time; a context manager that writes the last one.
+    """Add clips to a folder with a manifest, one shard at a time; a context manager that writes the last shard.
 
-    A shard is written when its clips take `shard_bytes`. What is not in a written shard is lost with the process.
+    A shard is written when its clips take `shard_bytes`. Clips outside written shards are lost if the process ends.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = 256 << 20):
@@ -204,7 +204,7 @@ class Writer:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, entry: Entry, latent: Tensor, text: Tensor) -> Path | None:
-        """Latent [c, t, h, w] and text [l, e], kept in their own dtypes. The shard's path, if this completed one."""
+        """Add latent [c, t, h, w] and text [l, e], in their dtypes. Return the path of a shard that this completed."""
         i = len(self._clips)
         self._clips.append(entry)
         for what, tensor in (("latent", latent), ("text", text)):  # copies: clips may share a caption's embedding
@@ -212,7 +212,7 @@ class Writer:
         return self.flush() if sum(x.nbytes for x in self._tensors.values()) >= self.shard_bytes else None
 
     def flush(self) -> Path | None:
-        """Write the shard that is begun, if one is. A LatentError if the disk cannot hold it."""
+        """Write the current shard, if it has clips. A LatentError if the disk has no space for it."""
         from safetensors.torch import save
 
         if not self._clips:
@@ -244,7 +244,7 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.flush()  # after an error too: what is encoded is whole
+        self.flush()  # after an error too: the clips so far are complete
 
 
 def _entry(clip: Mapping[str, Any], shard: str, place: int) -> Entry:
@@ -269,7 +269,7 @@ def _names(clips: Sequence[Entry]) -> set[str]:
 
 
 def _compare(clip: Entry, shard: Any) -> None:
-    """A ValueError if the tensors of a clip have other sizes than its entry says."""
+    """Raise a ValueError if the tensors of a clip have other sizes than its entry."""
     latent, text = (shard.get_slice(f"{clip.place}.{what}").get_shape() for what in ("latent", "text"))
     if tuple(latent) != clip.shape or len(text) != 2 or text[0] != clip.tokens:
         raise ValueError(f"{clip.name!r} is said to be {list(clip.shape)} with {clip.tokens} tokens: {latent}, {text}")
@@ -281,7 +281,7 @@ def _shards(folder: Path, what: str) -> Iterator[Path]:
 
 
 def _verify(path: Path) -> None:
-    """A LatentError if the tensors of a shard are not those that were written, or not finite."""
+    """Raise a LatentError if the tensors of a shard have changed or are not finite."""
     from safetensors import safe_open
 
     found, strange = hashlib.sha256(), []
@@ -316,7 +316,7 @@ def _same_encoders(folder: Path, there: Manifest, here: Manifest) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """A file that is whole or absent, also after the power fails."""
+    """Write a file that is complete or absent, even after a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

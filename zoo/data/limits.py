@@ -1,4 +1,4 @@
-"""Reading files that somebody else made: regular files alone, of a size and a depth that they may have."""
+"""Reading of untrusted files: only regular files, of limited size and depth."""
 
 import json
 import os
@@ -8,13 +8,13 @@ from typing import Any
 
 __all__ = ["parse_json", "read_bytes", "read_json"]
 
-SHORT = 1 << 16  # bytes of a text that may hold what it will
+SHORT = 1 << 16  # bytes; a text up to this size may have any content
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """The bytes of a regular file of at most `most`. A ValueError says what else it is; an OSError is as it comes.
+    """The bytes of a regular file of at most `most` bytes. A ValueError for any other file; an OSError passes through.
 
-    A FIFO or a device would block, or never end; the size is that of the file before anything is read.
+    A FIFO or a device would block, or never end. The size is checked before anything is read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
@@ -33,7 +33,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 def parse_json(text: str | bytes, each: int = 8) -> Any:
     """The value of a JSON text. A ValueError if it is not JSON, or nested too deeply.
 
-    So it is if a long one has, on average, less than `each` bytes for a name, a list or an object: every one of them
+    A long text with fewer than `each` bytes on average for each name, list or object is a ValueError too: each of these
     takes a hundred bytes of memory or more.
     """
     marks = "{[:" if isinstance(text, str) else (b"{", b"[", b":")

@@ -1,4 +1,4 @@
-"""How far a long preparation is: a line every ten seconds, by the logger of who prepares."""
+"""Progress of long preparations: a line every ten seconds, by the caller's logger."""
 
 import logging
 import time
@@ -8,11 +8,11 @@ from typing import TypeVar
 __all__ = ["counted"]
 
 T = TypeVar("T")
-EVERY = 10.0  # seconds between two lines; what is done sooner says nothing
+EVERY = 10.0  # seconds between two lines; shorter preparations log none
 
 
 def counted(items: Iterable[T], total: int, what: str, log: logging.Logger) -> Iterator[T]:
-    """The same items, of which there are `total`; `what` is done with them, such as "reading videos"."""
+    """Iterate over `total` items and log the progress of `what`, such as "reading videos"."""
     began = said = time.monotonic()
     for done, item in enumerate(items):
         if done and (now := time.monotonic()) - said > EVERY:

@@ -1,8 +1,8 @@
 """Randomness that is a pure function of integers: sample order, augmentation, noise levels, noise.
 
-Nothing here keeps state and nothing touches a global generator. A run resumes from one integer (its step), whatever the
-number of data-parallel ranks or workers, and the ranks of one sequence-parallel group draw the same numbers because
-they hash the same integers.
+Nothing here keeps state or uses a global generator. A run resumes from one integer (its step), with any number of
+data-parallel ranks or workers, and the ranks of one sequence-parallel group draw the same numbers because they hash the
+same integers.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ __all__ = ["Clip", "VideoDataset", "batch_indices", "frame_range", "generator", 
 
 
 class Clip(TypedDict):
-    """The result of `VideoDataset.clip`: `x` of shape [c, frames asked for, h, w] in [-1, 1], and a class or None."""
+    """The result of `VideoDataset.clip`: `x` [c, number of `frames`, h, w] in [-1, 1], and a class or None."""
 
     x: Tensor
     label: int | None
@@ -27,9 +27,9 @@ class Clip(TypedDict):
 class VideoDataset(Protocol):
     """A data set of clips, all of one size.
 
-    `clip(index, epoch, frames)` is a pure function of (the data set's seed, `epoch`, `index`). `frames` picks frames of
-    the clip (a range or a slice; None for all of them) and only those are rendered or decoded: a rank that holds
-    frames 4..8 asks for `range(4, 8)` and gets exactly `clip(index, epoch)["x"][:, 4:8]`. It may ask for none.
+    `clip(index, epoch, frames)` is a pure function of (the data set's seed, `epoch`, `index`). `frames` (a range or a
+    slice, possibly empty; None: all) selects frames of the clip, and only those are rendered or decoded: a rank with
+    frames 4..8 passes `range(4, 8)` and gets exactly `clip(index, epoch)["x"][:, 4:8]`.
     """
 
     frames: Annotated[int, "frames of a clip"]
@@ -64,7 +64,7 @@ def _order(seed: int, epoch: int, n: int) -> Tensor:
 
 
 def order(seed: int, epoch: int, n: int) -> Tensor:
-    """The order in which epoch `epoch` visits `n` samples: a permutation [n] of 0..n-1, int64."""
+    """The order of the `n` samples in epoch `epoch`: a permutation [n] of 0..n-1, int64."""
     if n < 1:
         raise ValueError(f"order: a data set needs at least one sample, got n={n}")
     return _order(seed, epoch, n).clone()
@@ -73,9 +73,9 @@ def order(seed: int, epoch: int, n: int) -> Tensor:
 def batch_indices(seed: int, step: int, batch: int, n: int) -> tuple[list[int], list[int]]:
     """The samples of step `step`: `(epochs, indices)`, two lists of length `batch`, for `dataset.clip(index, epoch)`.
 
-    Samples are numbered by one endless stream, `step * batch + i`, that runs through `order(seed, epoch, n)` epoch
-    after epoch. A batch may therefore straddle two epochs (or hold several, when `batch > n`); every epoch visits every
-    sample once and none is dropped. A data-parallel rank takes its slice of both lists.
+    Samples are one endless stream, numbered `step * batch + i`, through `order(seed, epoch, n)` of epoch after epoch. A
+    batch may therefore cross into the next epoch (or contain several, if `batch > n`); every epoch visits every sample
+    once and none is dropped. A data-parallel rank takes its slice of both lists.
     """
     if batch < 1 or step < 0 or n < 1:
         raise ValueError(f"batch_indices: expected step >= 0, batch >= 1 and n >= 1, got {step=} {batch=} {n=}")
@@ -88,7 +88,7 @@ def batch_indices(seed: int, step: int, batch: int, n: int) -> tuple[list[int], 
 
 
 def frame_range(frames: range | slice | Sequence[int] | None, total: int) -> range:
-    """The frame numbers that `frames` picks out of a clip of `total` frames; a ValueError if it reaches outside."""
+    """The frame numbers that `frames` selects in a clip of `total` frames; a ValueError if a range reaches outside."""
     if frames is None:
         return range(total)
     if isinstance(frames, slice):

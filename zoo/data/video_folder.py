@@ -1,8 +1,8 @@
 """Clips from any folder of video files: mp4, webm, GIF and their kin, decoded by FFmpeg through PyAV (extra `video`).
 
-The folder is scanned once: of every file the packets are read, and its first frame is decoded. What is kept
-of it are the times of its frames and of its keyframes. A clip then opens the file, seeks to the keyframe before its
-first frame, decodes up to its last one, and closes the file: nothing stays open and no pixels are cached.
+The folder is scanned once: the scan reads the packets of every file, decodes its first frame, and keeps the times of
+its frames and keyframes. To read a clip, the file is opened, sought to the keyframe before the clip's first frame,
+decoded up to its last one, and closed: no file stays open and no pixels are cached.
 """
 
 import bisect
@@ -25,7 +25,7 @@ __all__ = [
     "SUFFIXES", "Video", "VideoError", "VideoFolder", "files", "probe", "read", "read_frames", "slack", "source_frame",
 ]  # fmt: skip
 
-MOST_PIXELS, MOST_ASPECT, LONGEST_FRAME = 1 << 26, 20, 3600.0  # of a frame, of its sides, in seconds
+MOST_PIXELS, MOST_ASPECT, LONGEST_FRAME = 1 << 26, 20, 3600.0  # limits of a frame: pixels, ratio of sides, seconds
 SUFFIXES = (".mp4", ".webm", ".gif", ".mkv", ".mov", ".m4v", ".avi")
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ class VideoError(ValueError):
 
 @dataclass(frozen=True)
 class Video:
-    """The scan's record of a file: its size, and when its frames and its keyframes are shown."""
+    """The scan's record of a file: its size, and the times of its frames and keyframes."""
 
     path: Path
     times: list[int]  # in ticks, ascending, one a frame
-    keyframes: list[int]  # in ticks, ascending; empty where a file is always decoded from its beginning
+    keyframes: list[int]  # in ticks, ascending; empty if the file is always decoded from its beginning
     tick: float  # seconds
     height: int  # of the upright picture
     width: int
@@ -51,13 +51,13 @@ class Video:
 class VideoFolder:
     """Random clips [3, frames, height, width] in [-1, 1] from the videos under `root`, one a video and epoch.
 
-    `stride` takes every stride-th frame of a video; `fps` instead takes the frames nearest to that rate, whatever the
-    video's own. A frame is scaled until it just covers height x width and cut out of the `crop` "random" or "center";
-    rotation tags are obeyed. Where a clip starts and what is cut out are functions of (seed, epoch, index).
+    `stride` takes every stride-th frame of a video; `fps` instead takes the frames nearest to that rate, for videos of
+    any rate. A frame is scaled until it just covers height x width, then cropped; `crop` is "random" or "center".
+    Rotation tags are obeyed. Start and crop of a clip are functions of (seed, epoch, index).
 
     Files that are broken or shorter than a clip are skipped: one log line names each, `skipped` lists them. `verify`
-    decodes every file to its end in the scan, which finds damage in the middle too; otherwise that raises when a clip
-    meets it. `split` holds some videos out for validation.
+    decodes every file to its end in the scan, which finds damage in the middle too; otherwise reading a damaged clip
+    raises an error. `split` holds some videos out for validation.
     """
 
     num_classes: int | None = None
@@ -93,7 +93,7 @@ class VideoFolder:
         return len(self.videos)
 
     def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:
-        """A clip of video `index` as epoch `epoch` shows it; only what `frames` need is decoded. The label is None."""
+        """The clip of video `index` in epoch `epoch`; only the frames needed are decoded. The label is None."""
         video, (_, height, width) = self.videos[index], self.shape
         name = video.path.relative_to(self.root).as_posix()
         u, top, left = torch.rand(3, generator=generator("video", self.seed, epoch, index, name)).tolist()
@@ -104,10 +104,10 @@ class VideoFolder:
         return {"x": read(video, chosen, height, width, top=top, left=left), "label": None}
 
     def split(self, validation: float = 0.05) -> tuple["VideoFolder", "VideoFolder"]:
-        """This folder in two, `(train, validation)`: that share of the videos, at least one, is held out.
+        """Split the folder into `(train, validation)`: a share `validation` of the videos, at least one, is held out.
 
-        Which are held out depends on their names alone. A folder of one video is used for both. Validation clips are
-        cut from the centre.
+        The choice depends only on the names. A folder of one video is used for both. Validation clips are cropped at
+        the centre.
         """
         if not 0 < validation < 1:
             raise VideoError(f"the share of videos held out for validation must be between 0 and 1, got {validation}")
@@ -153,23 +153,23 @@ class VideoFolder:
             )
 
     def _starts(self, video: Video) -> int:
-        """How many frames of the video a clip can start at."""
+        """The number of frames of a video at which a clip can start."""
         if self.fps is None:
             return len(video.times) - (self.frames - 1) * self.stride
         span = (self.frames - 1) / self.fps / video.tick
         return bisect.bisect_right(video.times, video.times[-1] - span + slack(video))
 
     def _source_frame(self, video: Video, start: int, i: int) -> int:
-        """The frame of the video that frame `i` of a clip shows, if the clip starts at frame `start`."""
+        """The number in the video of frame `i` of a clip that starts at frame `start`."""
         if self.fps is None:
             return start + i * self.stride
         return source_frame(video, video.times[start], i / self.fps)
 
 
 def read_frames(path: Path, height: int, width: int, most: int | None = None) -> torch.Tensor:
-    """The frames [3, t, height, width] in [-1, 1] of a video, the first `most` of them, or the one of an image.
+    """The frames [3, t, height, width] in [-1, 1] of a video, at most `most`, or the single frame of an image.
 
-    Scaled until they just cover the size, and cut out of the centre. A VideoError if the file cannot be read.
+    Frames are scaled until they just cover the size, and cropped at the centre. A VideoError: the file cannot be read.
     """
     if not path.is_file():
         raise VideoError(f"no such file: {path}")
@@ -203,9 +203,9 @@ def files(root: Path) -> list[Path]:
 
 
 def probe(path: Path, verify: bool = False) -> Video | str:
-    """Describe a file without decoding more than its first frame, or say why it cannot be used.
+    """Describe a file after decoding its first frame, or return the reason why it cannot be used.
 
-    `verify` decodes it to its end.
+    `verify` decodes the file to its end.
     """
     try:
         return _probe(path, verify)
@@ -214,7 +214,7 @@ def probe(path: Path, verify: bool = False) -> Video | str:
 
 
 def source_frame(video: Video, tick: int, seconds: float) -> int:
-    """The number of the frame whose time is nearest to so many seconds after `tick`, the earlier of two."""
+    """The number of the frame nearest in time to `seconds` after `tick`; of two equally near, the earlier."""
     due = tick + seconds / video.tick
     after = bisect.bisect_left(video.times, due)
     if after in (0, len(video.times)):
@@ -224,9 +224,9 @@ def source_frame(video: Video, tick: int, seconds: float) -> int:
 
 
 def slack(video: Video) -> float:
-    """How far, in ticks, the distance of two frames may be off what it was before their times were rounded to ticks.
+    """The largest error, in ticks, that rounding times to ticks may cause in the distance of two frames.
 
-    webm and mkv keep whole milliseconds: a third of a frame of 24 a second is lost at each.
+    webm and mkv store whole milliseconds: at 24 frames a second, times are off by up to a third of a millisecond.
     """
     return min(1.0, (video.times[-1] - video.times[0]) / max(len(video.times) - 1, 1) / 2) + 1e-6 / video.tick
 
@@ -236,8 +236,8 @@ def read(
 ) -> torch.Tensor:
     """The frames of these numbers (ascending), [3, n, height, width] in [-1, 1].
 
-    Scaled to cover height x width, and of what is too much `top` and `left` are the shares cut off there. A VideoError
-    names a file that breaks on the way.
+    Frames are scaled to cover height x width; `top` and `left` are the shares of the excess that are cut off there. A
+    VideoError names a file that fails to decode.
     """
     x = torch.empty(len(chosen), height, width, 3, dtype=torch.uint8)
     if chosen:
@@ -256,7 +256,7 @@ def _av() -> Any:
 
 def _open(path: Path) -> tuple[Any, Any]:
     """The opened container and its video stream; the caller closes the container."""
-    container = _av().open(f"file:{path}")  # the prefix keeps a colon in a name from being read as a protocol
+    container = _av().open(f"file:{path}")  # the prefix: a colon in a name is then not read as a protocol
     if not container.streams.video:
         container.close()
         raise VideoError("it has no video stream")
@@ -286,10 +286,10 @@ def _probe(path: Path, verify: bool) -> Video:
                         raise VideoError(f"frame {len(decoded)} is damaged")
                     sizes = sizes if decoded else _upright(frame)
                     decoded.append(frame.pts)
-        rate, form = stream.average_rate, container.format.name  # not to be read once the container is closed
+        rate, form = stream.average_rate, container.format.name  # cannot be read after the container is closed
     if not decoded:
         raise VideoError("no frame of it can be decoded")
-    if form == "avi" or any(time is None for time in times):  # AVI stores no times of showing: count the frames
+    if form == "avi" or any(time is None for time in times):  # AVI stores no presentation times: count the frames
         count = len(decoded) if verify else len(_probe(path, verify=True).times)
         return Video(path, list(range(count)), [], 1 / float(rate or 25), *sizes, timed=False)
     if verify:
@@ -306,7 +306,7 @@ def _probe(path: Path, verify: bool) -> Video:
 
 
 def _decode(video: Video, ticks: list[int], take: Callable[[int, Any], Any]) -> None:
-    """Call `take(i, frame)` with the frame on show at each of `ticks` (ascending), decoding no more than it must."""
+    """Call `take(i, frame)` with the frame on show at each of `ticks` (ascending), decoding as little as possible."""
     place = bisect.bisect_right(video.keyframes, ticks[0]) - 1
     attempts = [video.keyframes[place], None] if place > 0 else [None]
     try:
@@ -335,13 +335,13 @@ def _timed(frames: Iterator[Any], timed: bool) -> Iterator[tuple[int, Any]]:
 def _take_frames(
     frames: Iterator[tuple[int, Any]], keyframe: int | None, ticks: list[int], take: Callable[[int, Any], Any]
 ) -> bool:
-    """Take the frames on show at `ticks`; False if a seek to `keyframe` did not land there (then nothing is taken)."""
+    """Take the frames on show at `ticks`; False, with nothing taken, if a seek missed `keyframe`."""
     shown, taken = None, 0
     for time, frame in frames:
         if keyframe is not None and shown is None:
             if time > keyframe:
                 return False
-            if time < keyframe:  # frames between, which may refer to what was never decoded
+            if time < keyframe:  # leading frames, which may refer to frames that were not decoded
                 continue
         while taken < len(ticks) and time >= ticks[taken]:
             # A packet that shows nothing (VP8's alternate references) leaves the frame before it on show.
@@ -356,7 +356,7 @@ def _take_frames(
 
 
 def _turns(frame: Any) -> int:
-    """Quarters, counterclockwise, that put it upright."""
+    """The number of counterclockwise quarter turns that put a frame upright."""
     return round(getattr(frame, "rotation", 0) / 90) % 4
 
 
@@ -365,7 +365,7 @@ def _upright(frame: Any) -> tuple[int, int]:
 
 
 def _pixels(frame: Any, height: int, width: int, top: float, left: float) -> torch.Tensor:
-    """The frame, upright, scaled to cover height x width, cut at shares `top`, `left` of the rest: uint8 [h, w, 3]."""
+    """The frame, upright, scaled to height x width, cropped at shares `top`, `left` of the excess: uint8 [h, w, 3]."""
     turns, sizes = _turns(frame), _upright(frame)
     scale = max(height / sizes[0], width / sizes[1])
     rows, columns = max(height, round(sizes[0] * scale)), max(width, round(sizes[1] * scale))

@@ -1,7 +1,7 @@
 """The objective and the sampler of autoregressive models of images: ``model(image, ...)`` gives logits.
 
-Letters: b images, c channels, h w rows and columns of pixels, k levels of a pixel. Images (b c h w) hold whole numbers
-from 0 to k - 1, logits are (b c h w k).
+Letters: b images, c channels, h w rows and columns of pixels, k levels of a pixel. Images (b c h w) are integers from 0
+to k - 1, logits are (b c h w k).
 """
 
 import math
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 
 class Likelihood(nn.Module):
-    """Minus the logarithm, to base 2, of the probability that logits (b c h w k) give to an image (b c h w)."""
+    """The negative base-2 log-probability of each value of an image (b c h w) under logits (b c h w k)."""
 
     def forward(self, logits: Tensor, image: Tensor) -> Tensor:
         return F.cross_entropy(logits.movedim(-1, 1).float(), image, reduction="none") / math.log(2)
 
 
 class BitsPerDim(nn.Module):
-    """A model with its loss: the bits it takes to name each value of an image."""
+    """A model with its loss: the bits to encode each value of an image."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -35,7 +35,7 @@ class BitsPerDim(nn.Module):
         return own | {f"model.{key}": stage for key, stage in stages.items() if key}
 
     def forward(self, image: Tensor, **conditioning: Any) -> tuple[Tensor, Tensor]:
-        """Bits and weight, which is 1, of every value of ``image``, both (b c h w) float32."""
+        """Bits of every value of ``image``, and weights of 1, both (b c h w) float32."""
         loss = self.likelihood(self.model(image, **conditioning), image)
         return loss, torch.ones_like(loss)
 
@@ -48,12 +48,12 @@ def sample(
     drawing: Any = None,
     **conditioning: Any,
 ) -> Tensor:
-    """Images (b c h w) drawn from the model, one value after another, in the order channel, row, column.
+    """Sample images (b c h w) from the model, one value at a time, in the order channel, row, column.
 
-    ``noise`` (b c h w k) is standard Gumbel noise: logits plus noise are largest at a level as often as the model says
-    (Gumbel-max). Each value takes a forward of all the image; with ``drawing``, an object in which the model keeps what
-    values share, of its row: ``model(image, at=(channel, row), drawing=drawing)`` gives (b w k). ``on_step(i, values)``
-    is called after value i.
+    ``noise`` (b c h w k) is standard Gumbel noise: the argmax of logits plus noise is a sample (Gumbel-max). Without
+    ``drawing`` each value takes a forward of the whole image. ``drawing`` is the model's cache: each value then takes
+    only ``model(image, at=(channel, row), drawing=drawing)``, the logits (b w k) of its row. ``on_step(i, values)`` is
+    called after value i.
     """
     b, c, h, w, _ = noise.shape
     image = torch.zeros(b, c, h, w, dtype=torch.long, device=noise.device)
@@ -64,7 +64,7 @@ def sample(
         else:
             logits = model(image, **conditioning, at=at[1:3], drawing=drawing)[:, at[3]]
         drawn = (logits + noise[at]).argmax(-1)
-        image = image.clone()  # the model may still look at the one it was given
+        image = image.clone()  # the model may keep a reference to its input
         image[at] = drawn
         if on_step is not None:
             on_step(i + 1, c * h * w)

@@ -1,16 +1,16 @@
 """Axial Transformer (Ho et al. 2019, arXiv 1912.12180): an autoregressive model of images by attention along one axis.
 
-The value of a pixel is predicted from all the pixels before it, in the order channel, row, column:
+The value of a pixel is predicted from all previous values, in the order channel, row, column:
 
-    exterior  sees the channels before this one, whole: rows and columns in turn
-    outer     sees the rows above: rows in turn with causal columns, then everything moves one row down
-    inner     sees the pixels to the left: the image one column to the right, what the outer blocks saw, causal rows
+    exterior  sees all previous channels: blocks along rows and columns alternate
+    outer     sees the rows above: blocks along rows and causal blocks along columns alternate; the result moves down
+    inner     sees the pixels to the left: causal blocks along rows, on the image moved right plus the outer result
 
-Each channel is a slice of its own, with the same weights; an image of one channel needs no exterior. The paper trains
-on one slice of an image a step, here all of them are computed.
+Each channel is a slice; slices share weights. An image of one channel needs no exterior. The paper trains on one slice
+of an image per step; here all slices are computed.
 
-An image is drawn as in the paper: `Drawing` keeps the exterior of a channel and the outer blocks of every row above, so
-that a value takes the inner blocks of its row alone.
+Images are sampled as in the paper: `Drawing` caches the exterior of a channel and the outer blocks of every row above,
+so that a value takes only the inner blocks of its row.
 
 Sizes of the authors' code (google-research/axial), for images of three channels with 256 levels:
 
@@ -19,8 +19,8 @@ Sizes of the authors' code (google-research/axial), for images of three channels
     imagenet64    2048     16   8, 8, 8
 
 Letters: b images, c channels of an image, h w rows and columns of pixels, d hidden channels, k levels of a pixel, e
-what is known of it from the channels before. Blocks take slices, ((b c) h w d); their stages have c in brackets, since
-a few channels are not there to be divided among ranks.
+features of a pixel from previous channels. Blocks take slices, ((b c) h w d); their stages have c in brackets, since
+channels are too few to be sharded.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Config:
     hidden: int = 1536
     heads: int = 16
     exterior: int = 8  # blocks, half of them along rows and half along columns
-    outer: int = 8  # the same
+    outer: int = 8  # blocks, in the same halves
     inner: int = 8  # blocks along rows
     mlp: int = 1  # hidden channels of an MLP, as a multiple of `hidden`
     height: int = 32  # of the largest image
@@ -57,7 +57,7 @@ class Config:
     channels: int = 3
     levels: int = 256
     num_classes: int | None = None  # class-conditional, which the paper's models are not
-    dropout: float = 0.0  # of what a sublayer adds to the residual
+    dropout: float = 0.0  # of a sublayer's output, before it is added to the residual
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
@@ -84,7 +84,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, above: "Above | None" = None) -> Tensor:
-        """above: what the block knows of the rows above x, which is then one row."""
+        """above: the block's cache of the rows above; x is then a single row."""
         normed = self.norm_attention(x)
         x = x + self.dropout(self.attention(normed) if above is None else above.attend(self.attention, normed))
         return x + self.dropout(self.mlp(self.norm_mlp(x)))
@@ -96,7 +96,7 @@ class QuickGELU(nn.Module):
 
 
 class Pair(nn.Module):
-    """A block along rows, which sees all of its row, and one along columns."""
+    """A block along rows, not causal, and a block along columns."""
 
     def __init__(self, config: Config, causal: bool):
         super().__init__()
@@ -108,14 +108,14 @@ class Pair(nn.Module):
 
 
 class Above:
-    """Keys and values of the rows above, of one causal block along columns, which takes one more row at a time."""
+    """The cache of one causal block along columns: keys and values of the rows above, extended row by row."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def attend(self, attention: SelfAttention, x: Tensor) -> Tensor:
-        """The attention of a row (n 1 w d) to itself and to all rows before."""
+        """The attention of a row (n 1 w d) to itself and to all previous rows."""
         q, k, v = rearrange(attention.qkv(x), "n 1 w (kind h e) -> kind (n w) 1 h e", kind=3, h=attention.heads)
         self.keys.append(k)
         self.values.append(v)
@@ -124,10 +124,10 @@ class Above:
 
 
 class Drawing:
-    """The part of an image's forward that its next values share: of one image, or a batch, while it is drawn.
+    """The cache of a forward while a batch of images is sampled.
 
-    channel, row: of the value that is drawn next. known (b h w d): what is known of the channel; above: of each outer
-    block, the rows that are through; seen (b 1 w d): what the row's pixels know of the rows above it.
+    channel, row: position of the next value. known (b h w d): features of the channel from the label and previous
+    channels; above: for each outer block, its cache of the rows above; seen (b 1 w d): the outer result for the row.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Drawing:
 
 
 class Positions(nn.Module):
-    """Adds a vector of its row and one of its column to every pixel of (n h w d)."""
+    """Add a row vector and a column vector to every pixel of (n h w d)."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -151,7 +151,7 @@ class Positions(nn.Module):
 
 
 class Shift(nn.Module):
-    """Moves (n h w d) one row down or one column to the right; zeros come in, the last row or column is lost."""
+    """Move (n h w d) one row down or one column to the right: zeros enter, the last row or column is dropped."""
 
     def __init__(self, towards: str):
         super().__init__()
@@ -168,10 +168,10 @@ def neighbours(x: Tensor, dim: int) -> Tensor:
 
 
 class Previous(nn.Module):
-    """Features of every channel of an image (b c h w) from those before it, with the rows above and below.
+    """Features of every channel of an image (b c h w) from previous channels, with the rows above and below.
 
-    For a channel: the values from 0 to 1 of those before it, zeros for the others, and which channel it is, (2 c)
-    numbers; three rows make ((b c) h w e).
+    For a channel, (2 c) numbers: the values of previous channels, scaled to 0 to 1, zeros for the others, and the
+    channel's number, one-hot. Three rows together are ((b c) h w e).
     """
 
     def __init__(self, levels: int):
@@ -212,8 +212,8 @@ class Logits(nn.Module):
 class AxialImage(nn.Module):
     """``forward(image, label=None)``
 
-    image (b c h w), whole numbers from 0 to ``levels - 1``, and label (b) with ``num_classes`` -> (b c h w k), logits
-    of every value given those before it. Images may be smaller than ``height`` and ``width``.
+    image (b c h w), integers from 0 to ``levels - 1``, and label (b) with ``num_classes`` -> (b c h w k), logits
+    of every value given the previous ones. Images may be smaller than ``height`` and ``width``.
     """
 
     def __init__(self, config: Config):
@@ -282,7 +282,7 @@ class AxialImage(nn.Module):
         return self.logits(x).unflatten(0, (b, c))
 
     def known(self, image: Tensor, label: Tensor | None) -> Tensor | None:
-        """Features of every channel from its label and the channels before it, ((b c) h w d)."""
+        """Features of every channel from the label and previous channels, ((b c) h w d)."""
         c = image.shape[1]
         known = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
         if c > 1:
@@ -293,13 +293,13 @@ class AxialImage(nn.Module):
         return known
 
     def drawing(self) -> Drawing:
-        """The cached state with which ``zoo.image.autoregressive.sample`` draws faster."""
+        """An empty cache, for faster sampling by ``zoo.image.autoregressive.sample``."""
         return Drawing()
 
     def row(self, image: Tensor, label: Tensor | None, at: tuple[int, int], drawing: Drawing) -> Tensor:
-        """The logits (b w k) of one row of one channel, ``at``, in an image that is drawn in order up to there.
+        """The logits (b w k) of the row ``at`` (channel, row), in an image whose previous values are sampled.
 
-        A channel's exterior is computed at its first row, the outer blocks of a row when the next one begins.
+        A channel's exterior is computed at its first row, the outer blocks of a row when the next row begins.
         """
         channel, row = at
         if channel != drawing.channel:
@@ -324,7 +324,7 @@ class AxialImage(nn.Module):
         return self.embed(image[:, channel, row : row + 1])
 
     def told(self, x: Tensor, row: int, drawing: Drawing) -> Tensor:
-        """A row (b 1 w d) with what is known of it."""
+        """A row (b 1 w d) plus its features from the label and previous channels."""
         known = drawing.known
         return x if known is None else x + (known if known.shape[1] == 1 else known[:, row : row + 1])
 
@@ -332,8 +332,8 @@ class AxialImage(nn.Module):
     def init_weights(self) -> None:
         """Initialise every parameter in place, after ``to_empty`` too, as the authors do.
 
-        Weights with variance 1 / inputs, cut off at two deviations; those of the last layer of every residual branch
-        and of the logits 1e-10 times that; embeddings and positions at std 5 / sqrt(hidden).
+        Weights have variance 1 / inputs, truncated at two standard deviations; for the last layer of every residual
+        branch and the logits, 1e-10 times that; embeddings and positions have std 5 / sqrt(hidden).
         """
         blocks = [module for module in self.modules() if isinstance(module, Block)]
         last = {self.logits.linear, *(layer for block in blocks for layer in (block.attention.out, block.mlp.down))}
@@ -352,7 +352,7 @@ class AxialImage(nn.Module):
     def example_inputs(
         self, batch: int = 1, *, height: int | None = None, width: int | None = None
     ) -> dict[str, Tensor]:
-        """Random inputs of the forward, by name, on the default device; the largest image unless told otherwise."""
+        """Random inputs of the forward, by name, on the default device; by default the largest image."""
         config = self.config
         shape = batch, config.channels, height or config.height, width or config.width
         inputs = {"image": torch.randint(config.levels, shape)}

@@ -1,8 +1,8 @@
 """Contacts from an alignment without a trained model: mutual information, and direct couplings.
 
-Columns that are in contact change together. Mutual information counts that pair by pair. Direct coupling analysis asks
-which pairs explain it all: of a Potts model p(x) ~ exp(sum_i h_i(x_i) + sum_ij e_ij(x_i, x_j)) the couplings e are, in
-mean field, minus the inverse of the covariance of letters (Morcos et al. 2011). Both are ranked after APC.
+Columns in contact change together. Mutual information measures that for each pair alone. Direct coupling analysis
+explains all pairs jointly: in mean field, the couplings e of a Potts model p(x) ~ exp(sum_i h_i(x_i) + sum_ij e_ij(x_i,
+x_j)) are minus the inverse of the covariance of letters (Morcos et al. 2011). Both scores are ranked after APC.
 
 Letters: s rows of an alignment, r residues, i j two columns, a b letters, q of them (20 amino acids and a gap).
 """
@@ -29,21 +29,21 @@ __all__ = [
 _GAP_OR_X = 20
 _LETTERS = 20
 _CLASSES = _LETTERS + 1
-_ROWS = 256  # of an alignment, handled at a time
+_ROWS = 256  # rows of an alignment that are processed at a time
 
 
 class Coevolution(NamedTuple):
-    """Scores of all pairs, and what they rest on."""
+    """Scores of all pairs, and the number of sequences behind them."""
 
     score: Tensor  # [r, r] float32, symmetric, zero diagonal; the higher, the likelier a contact
-    rows: int  # of the alignment that were used
-    effective: float  # the sum of their weights: about as many independent sequences
+    rows: int  # rows of the alignment that were used
+    effective: float  # the sum of their weights: roughly, the number of independent sequences
 
 
 def filled_rows(msa: Tensor, gaps: float = 0.5) -> Tensor:
-    """The rows [s, r] of an alignment in which less than that share is gaps (or X), and the first.
+    """The first row of an alignment [s, r], and the rows with less than a share `gaps` of gaps (or X).
 
-    Where whole stretches are missing in many rows, the stretches are what goes together: they would rank first.
+    The columns of a stretch that is missing in many rows change together: they would rank first.
     """
     few = (msa >= _GAP_OR_X).float().mean(1) < gaps
     few[0] = True
@@ -53,14 +53,14 @@ def filled_rows(msa: Tensor, gaps: float = 0.5) -> Tensor:
 def mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
     """Mutual information of all pairs of columns of an alignment [s, r], in nats, with APC: [r, r], zero diagonal.
 
-    Of relative frequencies of the 20 letters and a gap (X is one too), without weights or pseudocounts. Pairs are
-    counted for `columns` columns at a time.
+    From relative frequencies of the 20 letters and the gap (X counts as a gap), without weights or pseudocounts. Pairs
+    are counted for `columns` columns at a time.
     """
     return average_product_correction(plain_mutual_information(msa, columns))
 
 
 def plain_mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
-    """The same without the correction."""
+    """The mutual information of all pairs of columns, as above, without APC."""
     s, r = msa.shape
     flat = F.one_hot(msa.long().clamp(max=_GAP_OR_X), _CLASSES).float().flatten(1)
     frequency = flat.mean(0)
@@ -74,7 +74,7 @@ def plain_mutual_information(msa: Tensor, columns: int = 12) -> Tensor:
 
 
 def average_product_correction(score: Tensor) -> Tensor:
-    """A symmetric score [r, r] of pairs less what its columns share with all others; zero on the diagonal.
+    """A symmetric score [r, r] of pairs minus the background of their two columns; zero on the diagonal.
 
     S_ij - mean_i mean_j / mean (Dunn et al. 2008).
     """
@@ -87,16 +87,16 @@ def average_product_correction(score: Tensor) -> Tensor:
 
 
 def sequence_weights(msa: Tensor, identity: float = 0.8) -> Tensor:
-    """One over how many rows, itself included, share at least that part of the letters of a row: [s], float32."""
+    """1 / the number of rows, itself included, that share at least `identity` of a row's letters: [s], float32."""
     x = msa.clamp(max=_GAP_OR_X).float()
-    most = (1 - identity) * x.shape[1] + 1e-4  # letters in which they may differ
+    most = (1 - identity) * x.shape[1] + 1e-4  # letters in which two such rows may differ
     return torch.cat([1 / (torch.cdist(part, x, p=0.0) <= most).sum(1) for part in x.split(_ROWS)])
 
 
 def couplings(msa: Tensor, weights: Tensor, pseudocount: float = 0.5) -> Tensor:
     """The couplings e_ij(a, b) of the mean-field Potts model of an alignment [s, r]: [r, 20, r, 20] float64.
 
-    In the gauge in which those with a gap are zero. `pseudocount` is the share of the frequencies that is uniform.
+    Couplings with a gap are zero (the gauge). `pseudocount` is the share of the frequencies that is uniform.
     """
     r, n = msa.shape[1], _LETTERS * msa.shape[1]
     single, pair = torch.zeros(n, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
@@ -117,9 +117,9 @@ def couplings(msa: Tensor, weights: Tensor, pseudocount: float = 0.5) -> Tensor:
 def direct_couplings(msa: Tensor, *, gaps: float = 0.5, identity: float = 0.8, pseudocount: float = 0.5) -> Coevolution:
     """Mean-field direct coupling analysis of an alignment [s, r] (classes as in LETTERS).
 
-    Rows of at least a share `gaps` of gaps are left out, and rows that share `identity` of their letters count as one.
-    The score of a pair is the Frobenius norm of its couplings, those with a gap left out, in the gauge in which they
-    sum to zero (Ekeberg et al. 2013), with APC. It takes 6400 r² bytes besides the alignment.
+    Rows with at least a share `gaps` of gaps are left out, and rows that share `identity` of their letters count as
+    one. The score of a pair is the Frobenius norm of its couplings without those with a gap, in the zero-sum gauge
+    (Ekeberg et al. 2013), with APC. Memory: 6400 r² bytes besides the alignment.
     """
     used = filled_rows(msa, gaps)
     weights = sequence_weights(used, identity)
@@ -128,9 +128,9 @@ def direct_couplings(msa: Tensor, *, gaps: float = 0.5, identity: float = 0.8, p
 
 
 def coupling_feature(msa: Tensor) -> Tensor:
-    """The couplings of every pair [r, r] of an alignment [s, r] as a model's input, in units of `relative`.
+    """The coupling scores of all pairs [r, r] of an alignment [s, r] as a model's input, in units of `relative`.
 
-    Zero if there is a single row.
+    All are zero if there is a single row.
     """
     if len(msa) < 2:
         return torch.zeros(msa.shape[1], msa.shape[1])
@@ -138,11 +138,11 @@ def coupling_feature(msa: Tensor) -> Tensor:
 
 
 def relative(score: Tensor) -> Tensor:
-    """Scores [r, r], those of the likeliest contacts from 1.
+    """Scores [r, r] in a unit that makes those of the likeliest contacts at least 1.
 
-    That is, over the r-th highest of pairs that are six columns apart and more, which makes alignments of any depth
-    alike; at most 5 either way. No more compressed than that: of the few that stand out, by how much they do is what
-    counts.
+    The unit is the r-th highest score of pairs that are six or more columns apart, so that alignments of any depth are
+    comparable. Scores are clamped to -5 and 5 and not compressed further: by how much the few highest scores stand out
+    is informative.
     """
     far = score[torch.ones_like(score, dtype=torch.bool).triu(6)]
     far = far if len(far) else score.flatten()
@@ -151,12 +151,12 @@ def relative(score: Tensor) -> Tensor:
 
 
 def _norms(coupling: Tensor) -> Tensor:
-    """The norms [i, r], in the zero-sum gauge, of couplings [i, 20, r, 20] that are zero with a gap."""
+    """The norms [i, r], in the zero-sum gauge, of couplings [i, 20, r, 20] in the gauge where those of gaps are 0."""
     left, right = (coupling.sum(dim, keepdim=True) / _CLASSES for dim in (1, 3))
     both = left.sum(3, keepdim=True) / _CLASSES
     return (coupling - left - right + both).square().sum((1, 3)).sqrt()
 
 
 def memory_of_couplings(residues: int) -> int:
-    """Bytes that `direct_couplings` takes at its peak, about: the covariance of letters and its inverse."""
+    """The approximate peak memory of `direct_couplings` in bytes: the covariance of letters and its inverse."""
     return 2 * 8 * (_LETTERS * residues) ** 2

@@ -1,7 +1,7 @@
-"""From sequences to the alignment (b s r c) and its pairs (b i j c), again after each recycle, and back to predictions.
+"""Embeddings of an alignment (b s r c) and its pairs (b i j c), recycling, and the heads that predict.
 
-Tokens are 0 to 22: the twenty amino acids, unknown, gap, masked. No input has r² elements: pairs come from two copies
-of the residues (b r k), one of which is i and the other j.
+Tokens are 0 to 22: the twenty amino acids, unknown, gap, masked. Except for couplings, no input has r² elements: pairs
+are embedded from two copies of the residues (b r k), as i and as j.
 
 Letters: b batch, s rows of the alignment, r residues, i j residues of a pair, c channels, k numbers of a residue.
 """
@@ -22,7 +22,7 @@ class Prediction(NamedTuple):
 
     msa_logits: Tensor  # (b s r 23): the token at each place of the alignment
     distogram_logits: Tensor  # (b i j bins): the distance of each pair, the same for i j and j i
-    single: Tensor  # (b r c_s): a vector a residue, for what may follow
+    single: Tensor  # (b r c_s): one vector for each residue, for further modules
 
 
 class Structure(NamedTuple):
@@ -33,13 +33,13 @@ class Structure(NamedTuple):
     single: Tensor
     rotation: Tensor  # (b l r 3 3): the frame of each residue after each of l iterations
     translation: Tensor  # (b l r 3) Å
-    lddt_logits: Tensor  # (b r 50): how right each residue will be
+    lddt_logits: Tensor  # (b r 50): the lDDT expected for each residue
 
 
 class MSAEmbed(nn.Module):
-    """Tokens (b s r), deletions before each (b s r) and, if it is asked for, the target sequence (b r) -> (b s r c).
+    """Tokens (b s r), deletions before each (b s r) and, with ``target``, the target sequence (b r) -> (b s r c).
 
-    A deletion count d counts as min(d, 1) and (2/π) arctan(d/3) (AF2 supplement, table 1).
+    A deletion count d is embedded as min(d, 1) and (2/π) arctan(d/3) (AF2 supplement, table 1).
     """
 
     def __init__(self, dim: int, target: bool = True):
@@ -57,8 +57,8 @@ class MSAEmbed(nn.Module):
 class PairEmbed(nn.Module):
     """Residues i (b i k) and j (b j k), k = token, place in the chain, chain -> (b i j c).
 
-    Both tokens, and how far i is from j along the chain: clipped to ``reach`` either way, one more class if the two are
-    of different chains (AF2 algorithms 3 to 5; AF-Multimer, section 7.1).
+    Embeds both tokens and the offset of i from j along the chain: clipped to ±``reach``, with one more class for two
+    different chains (AF2 algorithms 3 to 5; AF-Multimer, section 7.1).
     """
 
     def __init__(self, dim: int, reach: int):
@@ -75,7 +75,7 @@ class PairEmbed(nn.Module):
 
 
 class PairFeature(nn.Module):
-    """z (b i j c) and a linear map of features of pairs (b i j k)."""
+    """Add a linear map of pair features (b i j k) to z (b i j c)."""
 
     def __init__(self, count: int, dim: int):
         super().__init__()
@@ -86,14 +86,14 @@ class PairFeature(nn.Module):
 
 
 class PairMask(nn.Module):
-    """A pair is there if both its residues are: (b i) and (b j) -> (b i j)."""
+    """The mask of pairs (b i j): True where both residues are, from masks (b i) and (b j)."""
 
     def forward(self, i: Tensor, j: Tensor) -> Tensor:
         return i[:, :, None] & j[:, None]
 
 
 class Recycle(nn.Module):
-    """Add what an earlier pass made of x, normed and, in AlphaFold 3, projected; zeros stand for it in the first pass.
+    """Add the previous pass's x, normed and, in AlphaFold 3, projected; in the first pass the previous x is zero.
 
     AF2 algorithm 32 without distances (nothing here predicts coordinates); AF3 algorithm 1, lines 8 and 11.
     """
@@ -108,7 +108,7 @@ class Recycle(nn.Module):
 
 
 class RecycleTarget(Recycle):
-    """The same for the first row of an alignment (b s r c), from its earlier state (b r c); ``row`` (s) counts rows."""
+    """Recycling of an alignment's first row: adds its previous state (b r c) to (b s r c); ``row`` (s) numbers rows."""
 
     def forward(self, x: Tensor, row: Tensor, previous: Tensor | None = None) -> Tensor:  # type: ignore[override]
         update = self.norm(x.new_zeros(x.shape[-1]) if previous is None else previous[:, None])
@@ -116,16 +116,16 @@ class RecycleTarget(Recycle):
 
 
 class Sum(nn.Module):
-    """x + y, as a stage: logits stay sharded along residues, not along the classes that a loss computes over."""
+    """x + y, as a stage: it keeps logits sharded along residues, not along the classes that a loss computes over."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
 
 class Told(nn.Module):
-    """Features of pairs (b i j k) -> what they say of distances (b i j v): a linear map, and one with a hidden layer.
+    """Features of pairs (b i j k) -> logits of distances (b i j v): a linear map plus one with a hidden layer.
 
-    The latter weighs a pair by what is around it: of a strong coupling alone, and of a weak one in a line of others.
+    The hidden layer reads a pair's surroundings: an isolated strong coupling, a weak coupling in a line of others.
     """
 
     def __init__(self, features: int, bins: int):
@@ -139,10 +139,10 @@ class Told(nn.Module):
 
 
 class Heads(nn.Module):
-    """Masked MSA (AF2 supplement, 1.9.9) and distogram (1.9.8): one linear layer each, and the latter symmetric.
+    """Masked MSA (AF2 supplement, 1.9.9) and distogram (1.9.8): one linear layer each; the distogram is symmetric.
 
-    Of a model that is told ``features`` of pairs (b i j k), what these say by themselves is added to the distogram: it
-    is calibrated from the first step on, and the trunk adds to it.
+    With ``features`` of pairs (b i j k), their direct prediction is added to the distogram: it learns from the first
+    step on, and the trunk's prediction is a correction.
     """
 
     def __init__(self, c_m: int, c_z: int, bins: int, features: int = 0):
@@ -156,7 +156,7 @@ class Heads(nn.Module):
         half = self.distance(z)
         if self.told is not None and feature is not None:
             half = half + self.told(feature.to(half.dtype))
-        other = half.transpose(1, 2).contiguous()  # a tensor of its own, to be sharded otherwise than half is
+        other = half.transpose(1, 2).contiguous()  # a separate tensor, which may be sharded differently than half
         return self.token(m), self.both(half, other)
 
 
@@ -171,7 +171,7 @@ EMBEDDING = {
 }
 
 
-PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]", "heads.told": "b i j [k] -> b i j [v]"}  # where told
+PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]", "heads.told": "b i j [k] -> b i j [v]"}  # optional
 
 
 def check_masks(msa_mask: Tensor | None, mask: Tensor | None) -> None:
@@ -188,7 +188,7 @@ def check_widths(**widths: int) -> None:
 
 
 def protein_inputs(batch: int, rows: int, residues: int, couplings: int = 0) -> dict[str, Tensor]:
-    """Random forward arguments on the default device: two chains, no padding but in the last samples of a batch."""
+    """Random forward arguments on the default device: two chains; sample i has i padded residues (modulo r)."""
     sequence = torch.randint(20, (batch, residues))
     msa = torch.randint(CLASSES - 1, (batch, rows, residues))
     first = (residues + 1) // 2  # residues of the first chain

@@ -3,10 +3,10 @@
     size   blocks  c_m  c_z  c_s   extra blocks  c_e   parameters
     af2        48  256  128  384              4   64    90,785,111
 
-An alignment m (b s r c) and its pairs z (b i j c) in turn inform each other. An extra, deeper alignment passes first
-through a narrower stack, of which only the pairs remain. ``opm_first`` moves the outer product mean to the start of
-each block, as in AF-Multimer. Recycled passes (``recycles``) start from what the pass before them made of the pairs and
-of the alignment's first row; only the last pass has gradients.
+An alignment m (b s r c) and its pairs z (b i j c) update each other in turn. Before, a narrower stack reads an extra,
+deeper alignment; only its pairs are kept. ``opm_first`` moves the outer product mean to the start of each block, as in
+AF-Multimer. Each recycled pass (``recycles``) starts from the pairs and the alignment's first row as the previous pass
+left them; only the last pass has gradients.
 
 Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
 """
@@ -73,14 +73,14 @@ class Config:
     c_m: int = 256  # channels of the alignment
     c_z: int = 128  # of pairs
     c_s: int = 384  # of single residues, at the end
-    depth: int = 48  # blocks; 0: the heads read what is embedded, and the model is linear
+    depth: int = 48  # blocks; 0: the heads read the embeddings, and the model is linear
     msa_heads: int = 8
     msa_head_dim: int = 32
     pair_heads: int = 4
     pair_head_dim: int = 32
     triangle: int = 128  # hidden channels of the triangle multiplications
     outer: int = 32  # hidden channels of the outer product mean
-    transition: int = 4  # how much wider the transitions are inside
+    transition: int = 4  # inner channels of a transition / its channels
     opm_first: bool = False
     extra_depth: int = 4  # blocks of the extra alignment; 0: a model without one
     c_e: int = 64  # its channels
@@ -88,15 +88,15 @@ class Config:
     extra_head_dim: int = 8
     msa_dropout: float = 0.15
     pair_dropout: float = 0.25
-    couplings: int = 0  # features of a pair that it is told besides, as of direct coupling analysis; 0: none
+    couplings: int = 0  # features of a pair as further input, as from direct coupling analysis; 0: none
     templates: int = 0  # pair blocks of the template embedder; 0: templates are not read
     template_channels: int = 64
     structure: int = 0  # iterations of the structure module; 0: no structure is predicted
     structure_heads: int = 12
     structure_dropout: float = 0.1
-    reach: int = 32  # residues along the chain that positions tell apart
+    reach: int = 32  # largest offset along the chain that positions distinguish
     bins: int = 64  # of distance
-    chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
+    chunk: int = CHUNK  # most attention logits (elements) at once; fewer take less memory and more time
 
     def __post_init__(self) -> None:
         check_widths(c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, c_e=self.c_e, chunk=self.chunk)
@@ -156,10 +156,10 @@ class Evoformer(nn.Module):
     With config.structure -> ``Structure``.
 
     msa and deletions (b s r), with extra_depth > 0 also extra_msa and extra_deletions (b s r, another s): tokens and
-    counts; sequence, residue_index, asym_id (b r): tokens of the target, places in their chain, chains. Masks are True
-    for what is there: msa_mask and extra_mask as their alignments, mask (b r); all or none of them. With
+    counts; sequence, residue_index, asym_id (b r): tokens of the target, places in their chain, chains. Masks are False
+    for padding: msa_mask and extra_mask shaped like their alignments, mask (b r); all of them or none. With
     config.couplings: couplings (b i j k), features of pairs. With config.templates: template_sequence (b n r),
-    template_backbone (b n r 3 3), template_beta (b n r 3) and template_seen (b n r 2), as ``TemplateEmbedder`` says.
+    template_backbone (b n r 3 3), template_beta (b n r 3) and template_seen (b n r 2), as for ``TemplateEmbedder``.
     """
 
     def __init__(self, config: Config):
@@ -281,10 +281,9 @@ class Evoformer(nn.Module):
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Evoformer:
-    """The Evoformer whose main stack is an openfold ``EvoformerStack`` with AF2's biases; all else starts fresh.
+    """Build the Evoformer with the weights of an openfold ``EvoformerStack`` (AF2's biases); the rest is initialised.
 
-    The Config is read off the shapes; whether the outer product mean comes first is said by ``opm_first``. Raises
-    ValueError for weights of another stack.
+    The shapes determine the Config, except ``opm_first``. ValueError: weights of another stack.
     """
     try:
         msa, pair = "blocks.0.msa_att_row", "blocks.0.pair_stack"

@@ -1,24 +1,24 @@
-"""The operations of the Evoformer (AlphaFold 2) and the Pairformer (AlphaFold 3), each cut into stages.
+"""The operations of the Evoformer (AlphaFold 2) and the Pairformer (AlphaFold 3), each divided into stages.
 
-Where an operation needs a tensor whole, what is small is projected in a stage of its own, so that this is all that has
-to be gathered: a pair bias of h heads instead of c channels, one operand of the outer product. The triangle product may
-be sharded along i, along j or along its hidden channels. ``PAIR`` and the tables beside the other blocks say what every
-stage computes over.
+Where an operation needs a replicated tensor, a separate stage first projects it to a small one, so that only the small
+tensor is gathered: a pair bias of h heads instead of c channels, one operand of the outer product. The triangle product
+may be sharded along i, along j or along its hidden channels. ``PAIR`` and the tables after the other blocks give the
+dims that every stage computes over.
 
-``version`` is 2 or 3, the AlphaFold whose linear layers are meant:
+``version`` is 2 or 3, for the linear layers of AlphaFold 2 or 3:
 
-    version                          2               3
-    biases of gates, projections     yes             no, but for queries of the single attention
-    queries, keys, values start as   Glorot          LeCun
-    biases by pairs start as         LeCun, uncut    LeCun
-    transition                       ReLU            SwiGLU
-    bias of the ending node, b_qk    from z_kq       from z_qk
+    version                          2                   3
+    biases of gates, projections     yes                 no, except for queries of the single attention
+    queries, keys, values start as   Glorot              LeCun
+    biases by pairs start as         LeCun, untruncated  LeCun
+    transition                       ReLU                SwiGLU
+    bias of the ending node, b_qk    from z_kq           from z_qk
 
 AlphaFold 2: Jumper et al. 2021, supplement, sections 1.6 and 1.11; AlphaFold 3: Abramson et al. 2024, supplement,
-sections 3.3 and 3.6. The last row is that of the programs, ESMFold and OpenFold3; both papers print z_kq.
+sections 3.3 and 3.6. The last row is as in the programs ESMFold and OpenFold3; both papers print z_kq.
 
 Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, d hidden channels, h heads,
-e channels of a head, n rows that attend each for itself. Masks are True (or 1) for what is there.
+e channels of a head, n rows, each with its own attention. Masks are False (or 0) for padding.
 """
 
 import math
@@ -33,14 +33,14 @@ from torch.utils.checkpoint import checkpoint
 from zoo.attention import MAX_BATCH
 from zoo.layers import truncated_normal
 
-MASKED = -(2.0**15)  # the logit of what is not to be seen: exp() of it is zero, and half precision has it
-CHUNK = 2**28  # elements of logits or outer products that are held at once: 512 MiB in half precision
+MASKED = -(2.0**15)  # added to logits of masked elements: exp() gives zero, and half precision can represent it
+CHUNK = 2**28  # most elements of logits or outer products at once: 512 MiB in half precision
 
 
 class Linear(nn.Linear):
-    """A linear layer that knows how it starts (AF2 supplement, 1.11.4); biases start as zero, those of gates as one.
+    """A linear layer initialised by ``start`` (AF2 supplement, 1.11.4); biases start at zero, those of gates at one.
 
-    ``parts`` are projections fused into one layer, each of which starts as if it were alone.
+    ``parts`` projections are fused into one layer, each initialised as if it were alone.
     """
 
     def __init__(self, dim: int, out: int, bias: bool = True, start: str = "lecun", parts: int = 1):
@@ -63,7 +63,7 @@ class Linear(nn.Linear):
 
 
 class OneHot(nn.Embedding):
-    """A linear layer without bias on one-hot vectors of so many classes, which are never made."""
+    """A linear layer without bias on one-hot vectors of classes, computed as a lookup."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -78,9 +78,9 @@ def attend(
 ) -> Tensor:
     """Softmax attention within each row n: queries (b n i h e), keys and values (b n j h e) -> (b n i h e).
 
-    ``bias`` (b i j h) is added to the logits of every row; ``mask`` (b n j) says which keys are seen. At most ``chunk``
-    logits exist at once: rows, and if one row has more than that its queries, are taken in turn, and computed again in
-    backward, so that no logits are kept.
+    ``bias`` (b i j h) is added to the logits of every row; ``mask`` (b n j) is True for keys to be seen. At most
+    ``chunk`` logits exist at once: rows, and if one row exceeds ``chunk`` its queries, are processed in chunks, which
+    are recomputed in backward, so that no logits are kept.
     """
     (b, n, i, h, _), j = q.shape, k.shape[2]
     queries = min(i, max(1, chunk // (b * h * j)))
@@ -107,7 +107,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
 
 
 def recomputed(f: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    """f, of which backward keeps nothing but the arguments; it may draw no random numbers."""
+    """f(*args), recomputed in backward, which keeps only the arguments; f must not draw random numbers."""
     if not torch.is_grad_enabled():
         return f(*args)
     return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=False)
@@ -118,7 +118,7 @@ def join(parts: list[Tensor], dim: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Gated self-attention within each row n of (b n j c), with a bias (b i j h) that the rows share."""
+    """Gated self-attention within each row n of (b n j c), with a bias (b i j h) shared by the rows."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, version: int, chunk: int):
         super().__init__()
@@ -141,7 +141,7 @@ BIAS = {2: "normal", 3: "lecun"}
 class PairBias(nn.Module):
     """One number a head for every pair: (b i j c) -> (b i j h), the bias of attention along j.
 
-    ``mask`` (b i j) is of use where no other attention mask follows.
+    ``mask`` (b i j) is for attention that has no other mask.
     """
 
     def __init__(self, c_z: int, heads: int, version: int):
@@ -155,10 +155,10 @@ class PairBias(nn.Module):
 
 
 class SharedDropout(nn.Module):
-    """Dropout with one mask for all of a dim (AF2 supplement, 1.11.6): the mask itself, of size 1 along that dim.
+    """The mask of dropout that is shared along a dim (AF2 supplement, 1.11.6), of size 1 along that dim.
 
-    It is drawn here, between stages, for a stage that is sharded along that dim would draw its own; None when there is
-    nothing to drop.
+    The mask is drawn between stages: in a stage that is sharded along that dim, each rank would draw its own. None
+    without dropout.
     """
 
     def __init__(self, rate: float, dim: int):
@@ -177,7 +177,7 @@ def add(x: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
 
 
 class Transition(nn.Module):
-    """Two linear layers on each position of a residual, ``factor`` times as wide between (AF2 algorithm 9, AF3 11)."""
+    """A residual MLP on each position, ``factor`` times as wide inside (AF2 algorithm 9, AF3 11)."""
 
     def __init__(self, dim: int, factor: int, version: int):
         super().__init__()
@@ -226,7 +226,7 @@ class ColumnAttention(nn.Module):
 
 
 class GlobalColumnAttention(nn.Module):
-    """Attention along columns that costs s and not s²: one mean query a head, one head of keys (AF2 algorithm 19)."""
+    """Attention along columns at cost s instead of s²: one mean query a head, one head of keys (AF2 algorithm 19)."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, version: int, chunk: int):
         super().__init__()
@@ -242,7 +242,7 @@ class GlobalColumnAttention(nn.Module):
         x = self.norm(m)
         seen = x.new_ones(m.shape[:3]) if mask is None else mask.to(x.dtype)
         mean = torch.einsum("bsrc,bsr->brc", x, seen) / (seen.sum(1) + 1e-10)[..., None]
-        q = rearrange(self.q(mean), "b r (h e) -> b r h 1 e", h=self.heads)  # heads are the queries of one head
+        q = rearrange(self.q(mean), "b r (h e) -> b r h 1 e", h=self.heads)  # the heads, as queries of a single head
         k, v = rearrange(self.kv(x), "b s r (p e) -> p b r s 1 e", p=2)
         y = attend(q, k, v, mask=None if mask is None else mask.transpose(1, 2), chunk=self.chunk)
         y = rearrange(y, "b r h 1 e -> b 1 r (h e)")
@@ -250,9 +250,9 @@ class GlobalColumnAttention(nn.Module):
 
 
 class PairWeightedAveraging(nn.Module):
-    """Each row of (b s r c) averaged along r with weights softmax_j of (b i j h) (AF3 algorithm 10, with ``PairBias``).
+    """Averages of each row of (b s r c) along r, weighted by softmax_j of (b i j h) (AF3 algorithm 10, ``PairBias``).
 
-    Masked pairs have ``MASKED`` added to their bias.
+    The bias of masked pairs has ``MASKED`` added.
     """
 
     def __init__(self, dim: int, heads: int, head_dim: int):
@@ -291,8 +291,8 @@ class OuterProject(nn.Module):
 class OuterUpdate(nn.Module):
     """Add to z (b i j c) a linear function of the products of columns i and j, averaged over the rows that have both.
 
-    The bias is averaged too: (W Σ + b) / (count + 0.001). The products, r² d² of them, are made ``chunk`` at a time,
-    and again in backward.
+    The bias is averaged too: (W Σ + b) / (count + 0.001). The r² d² products are computed ``chunk`` at a time, and
+    recomputed in backward.
     """
 
     def __init__(self, hidden: int, c_z: int, chunk: int):
@@ -357,7 +357,7 @@ class TriangleProject(nn.Module):
 
 
 class TriangleProduct(nn.Module):
-    """Σ_k left_ik right_jk ("outgoing" edges) or Σ_k left_ki right_kj ("incoming"), each hidden channel for itself."""
+    """Σ_k left_ik right_jk ("outgoing" edges) or Σ_k left_ki right_kj ("incoming"), for each hidden channel."""
 
     def __init__(self, edges: str):
         super().__init__()
@@ -394,7 +394,7 @@ class TriangleMultiplication(nn.Module):
 
 
 class TriangleBias(nn.Module):
-    """(b i j c) -> the same, normed, and its projection to (b i j h)."""
+    """(b i j c) -> the normed input (b i j c), and its projection to (b i j h)."""
 
     def __init__(self, c_z: int, heads: int, version: int):
         super().__init__()
@@ -473,8 +473,8 @@ PAIR = {
     "transition": "b i j [c]",
 }
 
-# the triangle multiplications in FastFold's layouts: outgoing over rows and incoming over columns, channels never
-# sharded, so that a product gathers its other operand (Cheng et al., arXiv 2203.00854, dynamic axial parallelism)
+# the triangle multiplications in FastFold's layouts: rows are sharded for outgoing, columns for incoming, never
+# channels; a product gathers its second operand (Cheng et al., arXiv 2203.00854, dynamic axial parallelism)
 DAP = PAIR | {
     "outgoing.project": "b i [j c], mask=b i [j] -> b i [j d], b i [j d], b i [j c]",
     "outgoing.product": "b i [k d], b [j k d] -> b i [j d]",
@@ -491,7 +491,7 @@ DAP = PAIR | {
 class SingleAttention(nn.Module):
     """Attention of residues s (b i c) to all residues, ``context`` (b j c), biased by pairs (b i j h).
 
-    AF3 algorithm 24 without conditioning, with ``PairBias``; s is its own context.
+    AF3 algorithm 24 without conditioning, with ``PairBias``; the context is s itself.
     """
 
     def __init__(self, dim: int, heads: int, head_dim: int, chunk: int):

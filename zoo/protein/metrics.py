@@ -1,4 +1,4 @@
-"""How good predicted contacts, distances and letters are.
+"""Metrics of predicted contacts, distances and letters.
 
 Letters: s rows of the alignment, r residues, i j the residues of a pair. Distances in Å.
 """
@@ -21,11 +21,11 @@ __all__ = [
     "superposed",
 ]
 
-RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # residues apart in a chain: from, to below
+RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # separation in a chain: lowest, end (excluded)
 
 
 def range_of_pairs(residue_index: Tensor, asym_id: Tensor) -> dict[str, Tensor]:
-    """For each range, and for pairs of two chains ("inter"), the pairs i < j that belong to it: [r, r] bool."""
+    """The pairs i < j of each range, and those of two chains ("inter"): [r, r] bool."""
     apart = (residue_index[:, None] - residue_index).abs()
     same, upper = asym_id[:, None] == asym_id, torch.ones_like(apart, dtype=torch.bool).triu(1)
     ranges = {name: same & upper & (apart >= low) & (apart < high) for name, (low, high) in RANGES.items()}
@@ -37,9 +37,9 @@ def contact_precision(
 ) -> dict[str, float]:
     """The share of contacts among the L, L/2 and L/5 pairs of highest score, in each range: {"long P@L/5": 0.8, ...}.
 
-    `score` [r, r] (its upper triangle counts), `position` [r, 3] of the contact atoms, `seen` [r]; L counts the
-    residues that were seen. Pairs that were not are left out, as are ranges without a contact; where fewer pairs are
-    left than asked for, all of them are taken.
+    `score` [r, r] (only its upper triangle counts), `position` [r, 3] of the contact atoms, `seen` [r]; L is the number
+    of seen residues. Pairs with an unseen residue and ranges without a contact are left out; a range with fewer pairs
+    than L, L/2 or L/5 counts all its pairs.
     """
     contact, there = distances(position, position) < CONTACT, seen[:, None] & seen
     length, precision = int(seen.sum()), {}
@@ -56,9 +56,9 @@ def contact_precision(
 def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
     """lDDT of predicted distances [r, r] between atoms at `position` [r, 3]: Mariani et al. 2013, one atom a residue.
 
-    Of the pairs that are closer than 15 Å, the share whose distance is right to within 0.5, 1, 2 and 4 Å, averaged over
-    these; a residue's score is that of its pairs, and the result the mean over residues. None if there is no such pair.
-    For lDDT-Cα both are of Cα atoms; a distogram speaks of the contact atoms.
+    A residue's score is the share of its pairs closer than 15 Å whose predicted distance is off by less than 0.5, 1, 2
+    and 4 Å, averaged over these four. The result is the mean over residues; None if there is no such pair. For lDDT-Cα
+    both arguments are of Cα atoms; a distogram is of the contact atoms.
     """
     true = distances(position, position)
     pairs = (true < 15) & seen[:, None] & seen & ~torch.eye(len(seen), dtype=torch.bool, device=seen.device)
@@ -69,7 +69,7 @@ def distance_lddt(predicted: Tensor, position: Tensor, seen: Tensor) -> float | 
 
 
 def superposed(predicted: Tensor, position: Tensor, seen: Tensor) -> Tensor:
-    """Atoms [r, 3], turned and moved so that those that were seen [r] lie on `position` [r, 3] best (Kabsch 1976)."""
+    """Atoms [r, 3], rotated and translated so that the seen ones [r] fit `position` [r, 3] best (Kabsch 1976)."""
     middles = [p[seen].mean(0) for p in (predicted, position)]
     x, y = predicted - middles[0], position - middles[1]
     u, s, v = torch.linalg.svd(x[seen].T @ y[seen])
@@ -79,9 +79,9 @@ def superposed(predicted: Tensor, position: Tensor, seen: Tensor) -> Tensor:
 
 
 def rmsd(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
-    """Root mean square distance of the atoms [r, 3] that were seen [r] from `position`, where they lie on it best.
+    """The root mean square distance of the seen [r] atoms [r, 3] from `position`, after superposition.
 
-    None for fewer than three, and where some are no numbers.
+    None if fewer than three were seen, or if a prediction is NaN or infinite.
     """
     if int(seen.sum()) < 3 or not predicted[seen].isfinite().all():
         return None
@@ -90,12 +90,12 @@ def rmsd(predicted: Tensor, position: Tensor, seen: Tensor) -> float | None:
 
 
 def masked_accuracy(letters: Tensor, target: Tensor, chosen: Tensor) -> float:
-    """The share of the chosen letters that were told, [...] each."""
+    """The share of the chosen letters that are equal to the target; all arguments [...]."""
     return (letters == target)[chosen.bool()].double().mean().item()
 
 
 def average(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of every number over those that have it."""
+    """The mean of every number over the measurements that have it."""
     names = dict.fromkeys(name for values in measured for name in values)
     found = {name: [values[name] for values in measured if name in values] for name in names}
     return {name: sum(values) / len(values) for name, values in found.items()}

@@ -23,7 +23,7 @@ MSA_WEIGHT, PAIR_WEIGHT, LDDT_WEIGHT = 2.0, 0.3, 0.01  # AlphaFold 2, supplement
 class CrossEntropy(nn.Module):
     """scale × -log softmax(logits)[target] of every element, (... v) and (...) -> (...), in float32 at least.
 
-    The weight (...) goes through unchanged, so that it is sharded as the loss is.
+    The weight (...) is returned unchanged, so that it is sharded like the loss.
     """
 
     def __init__(self, scale: float):
@@ -37,9 +37,9 @@ class CrossEntropy(nn.Module):
 
 
 class ContactEntropy(nn.Module):
-    """scale × cross entropy of whether a pair is in contact, told by bins (... v), of every pair (...); weights too.
+    """scale × binary cross entropy of contact, from logits of bins (... v), for every pair (...); weights unchanged.
 
-    Of the bins that lie wholly below 8 Å: the one that it cuts is half in contact, and here it is none.
+    A contact is a distance in the bins entirely below 8 Å; the bin that 8 Å divides counts as no contact.
     """
 
     def __init__(self, scale: float):
@@ -56,8 +56,8 @@ class ContactEntropy(nn.Module):
 class ProteinObjective(nn.Module):
     """Masked-MSA and distogram cross entropy on `model(**inputs)`, whose first outputs are the logits of both.
 
-    AlphaFold 2, supplement, 1.9.8 and 1.9.9, weighted 0.3 and 2. The distogram has 64 bins (zoo/protein/distogram.py).
-    With a weight of `contacts` also what the bins say of contact alone, which is one pair in fifty.
+    AlphaFold 2, supplement, 1.9.9 and 1.9.8, weighted 2 and 0.3. The distogram has 64 bins (zoo/protein/distogram.py).
+    With a weight `contacts`, also the cross entropy of contact or none; one pair in fifty is in contact.
     """
 
     def __init__(self, model: nn.Module, contacts: float = 0.0):
@@ -76,7 +76,7 @@ class ProteinObjective(nn.Module):
 
     @property
     def dap(self) -> dict[str, str]:
-        """The same in FastFold's layouts, for `dsp.embedded`."""
+        """The stages in FastFold's layouts, for `dsp.embedded`."""
         return self._around(self.model.dap)  # type: ignore[arg-type]
 
     def _around(self, own: Mapping[str, str]) -> dict[str, str]:
@@ -107,18 +107,18 @@ class ProteinObjective(nn.Module):
         frame_weight: Tensor | None = None,
         **inputs: Any,
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Loss and weight of every element, to be averaged each and added: {"msa": [b s r], "distogram": [b i j]}.
+        """Loss and weight of every element: {"msa": [b s r], "distogram": [b i j]}; the loss sums the terms' averages.
 
-        With a weight of contacts also {"contacts": [b i j]}; of a model with a structure module also {"fape": [b i],
-        "lddt": [b i]}.
+        With a weight of contacts also {"contacts": [b i j]}; with a structure module also {"fape": [b i], "lddt":
+        [b i]}.
 
-        `msa_target` and `bins` are classes (b s r) and (b i j); `msa_weight` is 1 for the letters to be guessed and
-        `pair_weight` for the pairs of which both residues were seen, else 0; `contact_weight` for those of them
-        that are far apart along the chain. `inputs` are the model's own, `recycles`
-        among them: earlier passes have no gradient and no loss.
+        `msa_target` and `bins` are classes (b s r) and (b i j). Weights are 1 or 0: `msa_weight` is 1 for letters to be
+        predicted, `pair_weight` for pairs whose residues were both seen, `contact_weight` for those among them that are
+        far apart along the chain. `inputs` are the model's inputs, including `recycles`: earlier passes have no
+        gradient and no loss.
 
-        `true_rotation` (b r 3 3) and `true_translation` (b r 3) Å are the frames of the residues, `seen` (b r) says
-        which were seen, and `frame_weight` (b r) how much each counts.
+        `true_rotation` (b r 3 3) and `true_translation` (b r 3) Å are the frames of the residues, `seen` (b r) is True
+        for residues that were seen, and `frame_weight` (b r) weights them.
         """
         made = self.model(**inputs)
         letters, distances, *_ = made
@@ -137,12 +137,12 @@ class ProteinObjective(nn.Module):
 
 
 class Frequencies:
-    """A baseline without a model: frequencies in training samples (without a batch dim), as a prediction for others.
+    """A baseline without a model: frequencies in training samples (without a batch dim) predict other samples.
 
-    A hidden letter is given the frequencies of what is left of its column and, as a prior of one row, of all training
-    data; those of the first row cost nothing, as models are given the sequence besides (AF2's are too). A distance is
-    given the frequencies of its bin in training data at the same separation along the chain (up to 32, and in two
-    chains), plus one for each bin.
+    The prediction for a hidden letter is the frequencies in the rest of its column, with those of all training data as
+    a prior worth one row. Letters of the first row have no loss, since models get the sequence as an input (as in AF2).
+    The prediction for a distance is the frequencies of bins in training data at the same separation along the chain (up
+    to 32; one class for two chains), plus one count for each bin.
     """
 
     def __init__(self, samples: Sequence[Mapping[str, Tensor]], contacts: float = 0.0):
@@ -179,6 +179,6 @@ class Frequencies:
 
 
 def separation(residue_index: Tensor, asym_id: Tensor) -> Tensor:
-    """How far apart i and j are along the chain [i, j], at most 32; 33 if they are of two chains."""
+    """The separation of i and j along the chain [i, j], at most 32; 33 for two chains."""
     apart = (residue_index[:, None] - residue_index).abs().clamp(max=_REACH)
     return apart.masked_fill(asym_id[:, None] != asym_id, _REACH + 1)

@@ -30,7 +30,7 @@ TRANSITION = {
 
 
 def openfold_names(version: int) -> Names:
-    """From the name of a parameter in a block of ours to those of openfold3 that it stacks."""
+    """A function from the name of a parameter in one of our blocks to the openfold3 parameters that it stacks."""
     transition = TRANSITION[version]
     parts = {
         "row_bias": ("msa_att_row", PAIR_BIAS),

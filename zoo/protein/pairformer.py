@@ -3,10 +3,10 @@
     size   MSA blocks  blocks  c_m  c_z  c_s   parameters
     af3             4      48   64  128  384   150,634,711
 
-The alignment m (b s r c) is left behind after a few blocks; single residues s (b r c) and pairs z (b i j c) go on
-(algorithms 8 and 17). Masked tokens are predicted where the alignment is left. The last block of the MSA module updates
-it for that, which AlphaFold 3 has no use for. Recycled passes (``recycles``) start from the pairs and residues of the
-pass before them; only the last pass has gradients.
+The alignment m (b s r c) is used in the first few blocks only; single residues s (b r c) and pairs z (b i j c) continue
+(algorithms 8 and 17). Masked tokens are predicted from the last alignment; for that, the last block of the MSA module
+updates the alignment, which AlphaFold 3 does not need. Each recycled pass (``recycles``) starts from the previous
+pass's pairs and residues; only the last pass has gradients.
 
 Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
 """
@@ -81,18 +81,18 @@ class Config:
     single_head_dim: int = 24
     triangle: int = 128  # hidden channels of the triangle multiplications
     outer: int = 32  # hidden channels of the outer product mean
-    transition: int = 4  # how much wider the transitions are inside
+    transition: int = 4  # inner channels of a transition / its channels
     msa_dropout: float = 0.15
     pair_dropout: float = 0.25
-    couplings: int = 0  # features of a pair that it is told besides, as of direct coupling analysis; 0: none
+    couplings: int = 0  # features of a pair as further input, as from direct coupling analysis; 0: none
     templates: int = 0  # pair blocks of the template embedder; 0: templates are not read
     template_channels: int = 64
     structure: int = 0  # iterations of the structure module; 0: no structure is predicted
     structure_heads: int = 12
     structure_dropout: float = 0.1
-    reach: int = 32  # residues along the chain that positions tell apart
+    reach: int = 32  # largest offset along the chain that positions distinguish
     bins: int = 64  # of distance
-    chunk: int = CHUNK  # attention logits (elements) that exist at once; fewer take less memory and more time
+    chunk: int = CHUNK  # most attention logits (elements) at once; fewer take less memory and more time
 
     def __post_init__(self) -> None:
         check_widths(
@@ -169,9 +169,9 @@ class Pairformer(nn.Module):
     With config.structure -> ``Structure``.
 
     msa and deletions (b s r): tokens and counts; sequence, residue_index, asym_id (b r): tokens of the target, places
-    in their chain, chains. Masks are True for what is there: msa_mask (b s r) and mask (b r), both or neither.
+    in their chain, chains. Masks are False for padding: msa_mask (b s r) and mask (b r), both or neither.
     With config.couplings: couplings (b i j k), features of pairs. With config.templates: template_sequence (b n r),
-    template_backbone (b n r 3 3), template_beta (b n r 3) and template_seen (b n r 2), as ``TemplateEmbedder`` says.
+    template_backbone (b n r 3 3), template_beta (b n r 3) and template_seen (b n r 2), as for ``TemplateEmbedder``.
     """
 
     def __init__(self, config: Config):
@@ -257,7 +257,7 @@ class Pairformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise every parameter in place, after ``to_empty`` too, as its layer says."""
+        """Initialise every parameter in place, after ``to_empty`` too, by its layer's ``reset_parameters``."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | InvariantPointAttention):
                 module.reset_parameters()
@@ -269,10 +269,10 @@ class Pairformer(nn.Module):
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Pairformer:
-    """The model whose trunk is that of openfold3, ``msa_module`` and ``pairformer_stack``; all else starts fresh.
+    """Build the model with openfold3's trunk, ``msa_module`` and ``pairformer_stack``; the rest is initialised.
 
-    What else a state dict of openfold3 holds is left out, so a whole checkpoint will do. The Config is read off the
-    shapes. Raises ValueError for weights of another trunk.
+    Other weights in openfold3's state dict are ignored, so that a whole checkpoint may be given. The shapes determine
+    the Config. ValueError: weights of another trunk.
     """
     state = {name: value for name, value in state.items() if name.startswith(("msa_module.", "pairformer_stack."))}
     try:
@@ -295,7 +295,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Pairformer:
         raise ValueError(f"these weights are of another model; missing: {missing}") from None
     model = Pairformer(Config(**{**values, **overrides}))
     msa_blocks = nn.ModuleList(model.msa_blocks)
-    if f"msa_module.blocks.{len(msa_blocks) - 1}.msa_att_row.linear_v.weight" not in state:  # it keeps its alignment
+    if f"msa_module.blocks.{len(msa_blocks) - 1}.msa_att_row.linear_v.weight" not in state:  # no update of alignment
         parts = dict(msa_blocks[-1].named_children())
         msa_blocks[-1] = nn.ModuleDict({name: parts[name] for name in ("outer", "pair")})
     stack = nn.ModuleDict(

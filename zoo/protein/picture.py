@@ -1,4 +1,4 @@
-"""Contacts as CSV tables, and as PNG maps: what a model predicts above the diagonal, what is true below it."""
+"""Contacts as CSV tables and PNG maps: predictions above the diagonal, true contacts below it."""
 
 import csv
 import os
@@ -20,8 +20,8 @@ __all__ = ["ContactMap", "save_contact_maps", "write_contacts", "write_scores"]
 
 HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
 PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
-SHADE = np.array([150, 178, 224])  # of a pair that is in contact for certain but not among those counted
-SIDE = 840  # pixels of a map, about: twice what is shown, as letters of few pixels are spaced badly
+SHADE = np.array([150, 178, 224])  # colour of probability 1 outside the L most likely pairs
+SIDE = 840  # approximate pixels of a map, twice the displayed size: small letters would be spaced badly
 COLUMNS = ("i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i", "number_j", "range")
 
 
@@ -29,7 +29,7 @@ COLUMNS = ("i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i",
 class ContactMap:
     """One protein: `probability` [r, r] of contact, `position` [r, 3] Å and `seen` [r] of its contact atoms.
 
-    Of a protein of which nothing was seen the probabilities alone are drawn.
+    If no atom was seen, only the probabilities are drawn.
     """
 
     title: str
@@ -40,7 +40,7 @@ class ContactMap:
     asym_id: Tensor
 
     def pixels(self) -> np.ndarray:
-        """One pixel a pair [r, r, 3], uint8. Pairs nearer than 6 along a chain are not counted, and pale."""
+        """One pixel a pair [r, r, 3], uint8. Pairs nearer than 6 along a chain do not count and are drawn pale."""
         r, seen = len(self.seen), self.seen if self.seen.any() else ~self.seen
         there, known = seen[:, None] & seen, bool(self.seen.any())
         ranges = range_of_pairs(self.residue_index, self.asym_id)
@@ -98,7 +98,7 @@ class ContactMap:
 
 
 def save_contact_maps(path: str | os.PathLike[str], maps: Sequence[ContactMap]) -> None:
-    """Write contact maps side by side as one PNG. The file appears whole or not at all."""
+    """Write contact maps side by side as one PNG. The file appears complete or not at all."""
     from PIL import Image
 
     images = [contact_map.draw() for contact_map in maps]
@@ -112,20 +112,20 @@ def save_contact_maps(path: str | os.PathLike[str], maps: Sequence[ContactMap]) 
 
 
 def write_contacts(path: Path, protein: Protein, probability: Tensor, distance: Tensor, least: float) -> None:
-    """The pairs of at least that probability of contact, the likeliest first; neighbours in a chain (below 6) left out.
+    """Write the pairs with at least probability `least` of contact, likeliest first, without neighbours (below 6).
 
-    i and j count the residues of all chains from 0, numbers are those of the authors; distances are means, in Å.
+    i and j count the residues of all chains from 0; residue numbers are the authors'; distances are means, in Å.
     """
     _write_pairs(path, protein, probability >= least, {"probability": (probability, 4), "distance": (distance, 2)})
 
 
 def write_scores(path: Path, protein: Protein, score: Tensor) -> None:
-    """The same table of pairs [r, r] that have a score and no probability: those above 0, the mean after APC."""
+    """Write the pairs [r, r] with a score above 0, the mean after APC, in a table without probabilities."""
     _write_pairs(path, protein, score > 0, {"score": (score, 5)})
 
 
 def _write_pairs(path: Path, protein: Protein, chosen: Tensor, numbers: Mapping[str, tuple[Tensor, int]]) -> None:
-    """The chosen pairs [r, r] in the order of the first of their `numbers` ([r, r], digits), the highest first."""
+    """Write the chosen pairs [r, r], sorted by the first of their `numbers` ([r, r], digits), highest first."""
     residues = [
         (protein.chains[chain], letter, number)
         for chain, letter, number in zip(protein.asym_id, protein.sequence, protein.residue_ids)

@@ -1,4 +1,4 @@
-"""Predictions read off the logits of a model of proteins: two numbers of the 64 of each pair.
+"""Predictions from the logits of a model of proteins: for each pair, two numbers instead of 64 logits.
 
 Letters: b batch, s rows of the alignment, r residues, i j residues of a pair, v classes.
 """
@@ -17,18 +17,18 @@ class Contacts(NamedTuple):
     letters: Tensor  # (b s r) the likeliest token at each place of the alignment
     probability: Tensor  # (b i j) that a pair is in contact
     distance: Tensor  # (b i j) Å, the mean
-    distogram: Tensor | None  # (b i j v) float16, the probability of every bin, if it was asked for
+    distogram: Tensor | None  # (b i j v) float16, the probability of every bin, if requested
 
 
 class Fold(NamedTuple):
-    """The same of a model with a structure module, and where the residues are."""
+    """Contacts and the positions of residues, from a model with a structure module."""
 
     letters: Tensor
     probability: Tensor
     distance: Tensor
     rotation: Tensor  # (b r 3 3) the frame of each residue
-    translation: Tensor  # (b r 3) Å, where its Cα is
-    plddt: Tensor  # (b r) the lDDT to be expected, 0 to 100
+    translation: Tensor  # (b r 3) Å, the position of its Cα
+    plddt: Tensor  # (b r) the expected lDDT, 0 to 100
     distogram: Tensor | None
 
 
@@ -50,9 +50,9 @@ class Probabilities(nn.Module):
 
 
 class Predictor(nn.Module):
-    """`model(**inputs)`, read: Contacts, or of a model with a structure module Fold.
+    """The predictions of `model(**inputs)`: Contacts, or Fold for a model with a structure module.
 
-    No rank ever holds all logits of all pairs, r² x 64 of them.
+    No rank ever has the r² x 64 logits of all pairs.
 
     With `distogram` every rank receives the probabilities of all bins: 128 r² bytes.
     """
@@ -67,7 +67,7 @@ class Predictor(nn.Module):
 
     @property
     def stages(self) -> dict[str, str]:
-        """The stages of the wrapped model for `dsp.parallelize(predictor, mesh)`, with what is returned here."""
+        """The stages of the wrapped model and of the predictions, for `dsp.parallelize(predictor, mesh)`."""
         stages: dict[str, str] = dict(self.model.stages)  # type: ignore[arg-type]
         inputs, _ = stages.pop("").split("->")
         return {

@@ -1,9 +1,9 @@
 """The structure module of AlphaFold 2: a backbone frame for each residue, from single residues and pairs.
 
-A frame is a rotation (b r 3 3) and a translation (b r 3) in Å: where Cα is, and how N and C lie around it. All residues
-start at the origin. Each of a few iterations, with the same weights, lets residues attend to one another by what they
-are and by where their points are in space (invariant point attention), and moves every frame within itself, so that the
-prediction turns with its frames and never depends on the axes of space. Side chains are not predicted.
+A frame is a rotation (b r 3 3) and a translation (b r 3) in Å: the orientation of N and C around Cα, and its position.
+All residues start at the origin. Each iteration has the same weights: residues attend to each other by features and by
+points in space (invariant point attention), then every frame takes a step in its own coordinates, so that a prediction
+is independent of the axes of space. Side chains are not predicted.
 
 Jumper et al. 2021, supplement, algorithms 20 to 23, 28 and 29.
 
@@ -25,18 +25,18 @@ from zoo.reference import count, load
 
 __all__ = ["IDEAL", "StructureModule", "backbone", "frames_of", "from_reference", "lddt_of_residues"]
 
-UNIT = 10.0  # Å: translations are counted in these inside the module
+UNIT = 10.0  # Å: the unit of translations inside the module
 LDDT_BINS = 50
-# Å in the frame of a residue, which is that of CA: those of alanine (AF2 supplement, 1.8.5)
+# positions of alanine's atoms, in Å, in the frame of the residue with CA at its origin (AF2 supplement, 1.8.5)
 IDEAL = {"N": (-0.525, 1.363, 0.0), "CA": (0.0, 0.0, 0.0), "C": (1.526, 0.0, 0.0), "CB": (-0.529, -0.774, -1.205)}
-CO, OXYGEN = 1.231, (2.153, -1.062, 0.0)  # Å: the length of C=O, and where O is at the end of a chain
+CO, OXYGEN = 1.231, (2.153, -1.062, 0.0)  # Å: the length of C=O, and the position of O at the end of a chain
 
 
 class InvariantPointAttention(nn.Module):
-    """Attention of residues s (b i c) to all of them, ``context`` (b j c), by pairs (b i j d) and by points in space.
+    """Attention of residues s (b i c) to all residues, ``context`` (b j c), by pairs (b i j d) and points in space.
 
-    Every head projects a few points of each residue, in its own frame; a residue attends to those whose points are near
-    (algorithm 22). Returns s and its update. At most ``chunk`` logits exist at once.
+    Every head projects a few points of each residue, in the residue's frame; residues with near points attend to each
+    other (algorithm 22). Returns s plus its update. At most ``chunk`` logits exist at once.
     """
 
     def __init__(self, c_s: int, c_z: int, heads: int, head_dim: int, points: int, value_points: int, chunk: int):
@@ -54,7 +54,7 @@ class InvariantPointAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.near, math.log(math.e - 1))  # softplus of it is one
+        nn.init.constant_(self.near, math.log(math.e - 1))  # softplus(near) = 1
 
     def forward(
         self, s: Tensor, context: Tensor, pair: Tensor, rotation: Tensor, translation: Tensor, rotations: Tensor,
@@ -72,7 +72,7 @@ class InvariantPointAttention(nn.Module):
         self, s: Tensor, pair: Tensor, rotation: Tensor, translation: Tensor, k: Tensor, v: Tensor, k_points: Tensor,
         v_points: Tensor, mask: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """The same for some of the residues s; keys and values (b h j ...) are those of all."""
+        """The attention of some of the residues s to the keys and values (b h j ...) of all residues."""
         q = rearrange(self.q(s), "b i (h e) -> b h i e", h=self.heads)
         points = rearrange(self.q_points(s), "b i (x h p) -> b i (h p) x", x=3, h=self.heads)
         points = rearrange(placed(points, rotation, translation), "b i (h p) x -> b h i (p x)", h=self.heads)
@@ -94,12 +94,12 @@ class InvariantPointAttention(nn.Module):
 
 
 def placed(points: Tensor, rotation: Tensor, translation: Tensor) -> Tensor:
-    """Points (b r p x) in the frames of their residues -> where they are in space."""
+    """Points (b r p x) in the frames of their residues -> their positions in space."""
     return torch.einsum("bryx,brpx->brpy", rotation, points.to(rotation.dtype)) + translation[:, :, None]
 
 
 class Move(nn.Module):
-    """The transition of s (b r c) after attention, and a step of each frame within itself (algorithms 20, 23)."""
+    """The transition of s (b r c) after attention, and a step of each frame in its coordinates (algorithms 20, 23)."""
 
     def __init__(self, c_s: int, dropout: float):
         super().__init__()
@@ -120,7 +120,7 @@ class Move(nn.Module):
 
 
 def rotation_of(turn: Tensor) -> Tensor:
-    """The rotation (... 3 3) of the quaternion (1, turn), turn (... 3), which is not of length one."""
+    """The rotation (... 3 3) of the quaternion (1, turn) after normalisation; turn (... 3)."""
     one = torch.ones_like(turn[..., :1])
     a, b, c, d = F.normalize(torch.cat([one, turn], -1), dim=-1).unbind(-1)
     rows = [
@@ -147,7 +147,7 @@ class Begin(nn.Module):
 
 
 class Confidence(nn.Module):
-    """Logits (b r 50) of the lDDT that each residue will have (algorithm 29)."""
+    """Logits (b r 50) of the lDDT of each residue (algorithm 29)."""
 
     def __init__(self, c_s: int, hidden: int = 128):
         super().__init__()
@@ -162,7 +162,7 @@ class Confidence(nn.Module):
 class StructureModule(nn.Module):
     """``forward(s, z, mask)`` -> rotation (b l r 3 3), translation (b l r 3) in Å, and logits of lDDT (b r 50)
 
-    s (b r c): single residues; z (b i j d): pairs; mask (b r): True for what is there.
+    s (b r c): single residues; z (b i j d): pairs; mask (b r): False for padding.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class StructureModule(nn.Module):
 
     @classmethod
     def of(cls, config: Any) -> "StructureModule | None":
-        """The structure module of a model with this Config, if it has one."""
+        """The structure module of a model with this Config; None if the model has none."""
         sizes = config.structure, config.structure_heads, config.structure_dropout, config.chunk
         return cls(config.c_s, config.c_z, *sizes) if config.structure else None
 
@@ -187,7 +187,7 @@ class StructureModule(nn.Module):
         s, rotation, translation = self.begin(s)
         frames = []
         for _ in range(self.iterations):
-            rotation = rotation.detach()  # a gradient reaches earlier turns by what they moved alone
+            rotation = rotation.detach()  # gradients reach earlier rotations only through translations
             s = self.attend(s, s, z, rotation, translation, rotation, translation, mask)
             s, rotation, translation = self.move(s, rotation, translation)
             frames.append((rotation, translation))
@@ -209,7 +209,7 @@ STRUCTURE = {
 
 
 def frames_of(n: Tensor, ca: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The frame of residues whose atoms N, CA and C lie there (... 3): algorithm 21. For none such, any rotation."""
+    """The frames of residues from the positions (... 3) of N, CA and C: algorithm 21. Collinear atoms: any rotation."""
     first = F.normalize(c - ca, dim=-1)
     second = n - ca
     second = F.normalize(second - (first * second).sum(-1, keepdim=True) * first, dim=-1)
@@ -217,10 +217,10 @@ def frames_of(n: Tensor, ca: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backbone(rotation: Tensor, translation: Tensor, bonded: Tensor) -> Tensor:
-    """Where N, CA, C, O and CB are (r 5 3), for frames (r 3 3) and (r 3), in Å.
+    """The positions of N, CA, C, O and CB (r 5 3), for frames (r 3 3) and (r 3), in Å.
 
-    bonded (r) says whether a residue is followed by the next one along its chain: O lies opposite of CA and of the next
-    N, in their plane.
+    bonded (r): True if the next residue follows in the same chain. O is then opposite to CA and to the next N, in their
+    plane.
     """
     ideal = torch.tensor([IDEAL["N"], IDEAL["CA"], IDEAL["C"], OXYGEN, IDEAL["CB"]]).to(rotation)
     atoms = torch.einsum("ryx,ax->ray", rotation, ideal) + translation[:, None]
@@ -234,7 +234,7 @@ def backbone(rotation: Tensor, translation: Tensor, bonded: Tensor) -> Tensor:
 def lddt_of_residues(points: Tensor, all_points: Tensor, true: Tensor, all_true: Tensor, seen: Tensor) -> Tensor:
     """The lDDT (b i), 0 to 1, of points (b i 3) among all (b j 3): Mariani et al. 2013, one atom a residue.
 
-    seen (b j): the points that count; of a residue without neighbours it is 0.
+    seen (b j): the points that count. A residue without neighbours has lDDT 0.
     """
     counts = neighbours(true, all_true, seen)
     off = (distances(points, all_points) - distances(true, all_true)).abs()
@@ -243,7 +243,7 @@ def lddt_of_residues(points: Tensor, all_points: Tensor, true: Tensor, all_true:
 
 
 def neighbours(true: Tensor, all_true: Tensor, seen: Tensor) -> Tensor:
-    """The pairs (b i j) of other points that were seen and are closer than 15 Å: 1, else 0."""
+    """1 for each other point j that was seen and is closer than 15 Å to i, else 0: (b i j)."""
     apart = distances(true, all_true)
     return ((apart < 15) & (apart > 0) & seen.bool()[:, None]).to(apart.dtype)
 
@@ -252,11 +252,11 @@ def neighbours(true: Tensor, all_true: Tensor, seen: Tensor) -> Tensor:
 
 
 class FrameAlignedPointError(nn.Module):
-    """How far points (b l j 3) are off as each frame (b l i) sees them, in units of 10 Å: algorithm 28.
+    """The error of points (b l j 3) in the coordinates of each frame (b l i), in units of 10 Å: algorithm 28.
 
-    The error (b i) is the mean over the points that count, ``seen`` (b j): half of it that of the last iteration, half
-    the mean over all of them (AF2 supplement, equation 7). Errors are cut at 10 Å to nine tenths, which is what
-    AlphaFold does in nine samples of ten. The weight (b i) goes through unchanged.
+    The error (b i) is the mean over the points that count, ``seen`` (b j): half of it is the last iteration's, half the
+    mean of all iterations (AF2 supplement, equation 7). Errors are weighted sums, 0.9 clamped at 10 Å and 0.1 not;
+    AlphaFold clamps in nine samples of ten. The weight (b i) is returned unchanged.
     """
 
     def forward(
@@ -274,12 +274,12 @@ class FrameAlignedPointError(nn.Module):
 
 
 def local(rotation: Tensor, translation: Tensor, points: Tensor) -> Tensor:
-    """Points (b j 3) as frames (b i 3 3), (b i 3) see them: (b i j 3)."""
+    """Points (b j 3) in the coordinates of frames (b i 3 3), (b i 3): (b i j 3)."""
     return torch.einsum("biyx,bijy->bijx", rotation, points[:, None] - translation[:, :, None])
 
 
 class ConfidenceEntropy(nn.Module):
-    """scale × cross entropy (b i) of the lDDT that each residue has, from logits (b i 50); weight (b i) unchanged."""
+    """scale × cross entropy (b i) of each residue's true lDDT, from logits (b i 50); the weight (b i) is unchanged."""
 
     def __init__(self, scale: float):
         super().__init__()
@@ -292,14 +292,14 @@ class ConfidenceEntropy(nn.Module):
         with torch.no_grad():
             found = lddt_of_residues(points, all_points, true, all_true, seen)
             target = (found * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
-            told = neighbours(true, all_true, seen).any(-1)  # without any there is nothing to be right about
+            told = neighbours(true, all_true, seen).any(-1)  # lDDT is undefined without neighbours
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
         return self.scale * loss.view(target.shape) * told, weight
 
 
 class ExpectedLddt(nn.Module):
-    """Logits (b r 50) -> the lDDT (b r), 0 to 100, that they stand for: pLDDT."""
+    """Logits (b r 50) -> the expected lDDT (b r), 0 to 100: pLDDT."""
 
     def forward(self, logits: Tensor) -> Tensor:
         middles = (torch.arange(LDDT_BINS, device=logits.device) + 0.5) * (100 / LDDT_BINS)
@@ -327,7 +327,7 @@ OPENFOLD = {
 
 
 def openfold_structure_names(name: str) -> list[str]:
-    """The name that OpenFold and ESMFold give to a parameter of the module; of its confidence none."""
+    """The name in OpenFold and ESMFold of a parameter of the module; not for parameters of its confidence."""
     if name == "attend.near":
         return ["ipa.head_weights"]
     layer, _, kind = name.rpartition(".")
@@ -335,10 +335,10 @@ def openfold_structure_names(name: str) -> list[str]:
 
 
 def from_reference(state: Mapping[str, Tensor], iterations: int = 8, **options: Any) -> StructureModule:
-    """The module with the weights of OpenFold's or ESMFold's ``structure_module``; its confidence starts fresh.
+    """Build the module with OpenFold's or ESMFold's ``structure_module`` weights; its confidence is initialised.
 
-    Sizes are read off the shapes. What they hold of side chains (``angle_resnet``) is left out. Raises
-    ValueError for weights of another module.
+    The shapes determine the sizes. Weights for side chains (``angle_resnet``) are ignored. ValueError: weights of
+    another module.
     """
     state = {name: value for name, value in state.items() if not name.startswith("angle_resnet.")}
     try:

@@ -1,8 +1,8 @@
-"""Templates: known structures of relatives, of which a pair of residues is told how the two lie there.
+"""Templates: known structures of relatives, whose geometry is an input of each pair of residues.
 
-Each template passes for itself through a narrow stack of pair blocks, and the mean of them is added to the pairs
-z (b i j c): the TemplateEmbedder of AlphaFold 3 (Abramson et al. 2024, supplement, algorithm 16). Templates are taken
-one after another, so that nothing is larger than the pairs themselves.
+Each template passes separately through a narrow stack of pair blocks; the mean over templates is added to the pairs
+z (b i j c): the TemplateEmbedder of AlphaFold 3 (Abramson et al. 2024, supplement, algorithm 16). Templates are
+processed one after another, so that no tensor is larger than the pairs.
 
 Letters: b batch, n templates, r residues, i j residues of a pair, a atoms (N, CA, C and the contact atom), x axes of
 space, c d channels, k m numbers of a residue.
@@ -19,7 +19,7 @@ from zoo.protein.structure import frames_of
 
 __all__ = ["TEMPLATES", "TemplateEmbedder", "check_given", "check_templates", "template_inputs"]
 
-BINS, FIRST, LAST = 39, 3.25, 50.75  # of distance, Å; the last bin has no end, and what is nearer has no bin
+BINS, FIRST, LAST = 39, 3.25, 50.75  # of distance, Å; the last bin has no end, distances below the first have no bin
 HEADS = 4
 
 
@@ -36,11 +36,11 @@ class PairsToTemplate(nn.Module):
 
 
 class TemplateFeatures(nn.Module):
-    """Add to v (b i j c) what one template says of each pair: algorithm 16, lines 1 to 5 and 8.
+    """Add to v (b i j c) the features of each pair in one template: algorithm 16, lines 1 to 5 and 8.
 
     i and j (b i k): token of the template, chain of the target; atoms (b i 4 3) Å: N, CA, C and the contact atom; seen
-    (b i 2): the first three, the last. A pair in two chains is told both tokens alone: where one chain lies as the
-    other sees it, templates of chains do not know.
+    (b i 2): True where the first three, and where the last, are known. A pair of two chains has only both tokens as
+    features: templates of single chains do not determine how chains lie relative to each other.
     """
 
     def __init__(self, channels: int, classes: int):
@@ -71,7 +71,7 @@ class TemplateFeatures(nn.Module):
 
 
 class TemplateMean(nn.Module):
-    """Add to ``total`` (b i j d) the share of one of ``count`` templates, normed."""
+    """Add one of ``count`` templates, normed and divided by ``count``, to ``total`` (b i j d)."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -83,7 +83,7 @@ class TemplateMean(nn.Module):
 
 
 class TemplateUpdate(nn.Module):
-    """Add the mean of templates (b i j d), cut at zero and projected, to z (b i j c)."""
+    """Add the mean of templates (b i j d), after a ReLU and a projection, to z (b i j c)."""
 
     def __init__(self, channels: int, c_z: int):
         super().__init__()
@@ -96,10 +96,10 @@ class TemplateUpdate(nn.Module):
 class TemplateEmbedder(nn.Module):
     """``forward(z, asym_id, sequence, backbone, beta, seen, pair_mask)`` -> z (b i j c)
 
-    asym_id (b r): chains of the target; of each template, residue by residue of the target, sequence (b n r): tokens;
-    backbone (b n r 3 3) Å: N, CA, C; beta (b n r 3) Å: the contact atom; seen (b n r 2): of which residues the first
-    three are known, of which the last. Templates of which nothing is seen take part as all others: what is computed
-    does not depend on the data.
+    asym_id (b r): chains of the target. For each template, aligned to the residues of the target: sequence (b n r),
+    tokens; backbone (b n r 3 3) Å, N, CA, C; beta (b n r 3) Å, the contact atom; seen (b n r 2), True where the
+    backbone, and where the contact atom, is known. Templates without any seen atom are processed like others: the
+    computation does not depend on the data.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ def check_templates(blocks: int, channels: int) -> None:
 def check_given(
     blocks: int, sequence: Tensor | None, backbone: Tensor | None, beta: Tensor | None, seen: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """All of them, or none of a model that reads no templates."""
+    """The four template inputs; an error if one is missing, or given to a model that reads no templates."""
     given = {"sequence": sequence, "backbone": backbone, "beta": beta, "seen": seen}
     for name, x in given.items():
         expect(f"template_{name}", x, blocks > 0, f"templates={blocks}")
@@ -162,7 +162,7 @@ def check_given(
 
 
 def template_inputs(batch: int, residues: int, count: int = 2) -> dict[str, Tensor]:
-    """Random templates as the models take them, on the default device; a part of their residues is not seen."""
+    """Random templates as inputs of the models, on the default device; some of their residues are not seen."""
     ca = 8 * torch.randn(batch, count, residues, 1, 3)
     near = 1.5 * F.normalize(torch.randn(batch, count, residues, 3, 3), dim=-1)
     backbone = torch.cat([ca + near[..., :1, :], ca, ca + near[..., 1:2, :]], -2)

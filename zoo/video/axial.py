@@ -1,21 +1,22 @@
 """Axial attention over time, rows and columns (Ho et al. 2019, arXiv 1912.12180) in a diffusion transformer (DiT).
 
-What surrounds attention is DiT's, as in the other video models. A volume is a video to it.
+Everything around attention is DiT's, as in the other video models. The model treats a volume as a video.
 
-    order="sequential"  a block attends along one axis and has its MLP: t, h, w, t, h, w, ...
-    order="summed"      a block attends along all three, each on the same normed input, adds them up (as the package
-                        axial-attention does), and has its MLP
+    order="sequential"  a block attends along one axis, then applies its MLP: t, h, w, t, h, w, ...
+    order="summed"      a block attends along all three axes, each on the same normed input, sums the results (as the
+                        package axial-attention does), then applies its MLP
 
-Under sequence parallelism the first takes a switch in two blocks, since two axes in a row share the layout along the
-third. The second needs its input and its sum in two layouts: two switches a block.
+Under sequence parallelism the sequential order needs one switch per two blocks, since two consecutive axes share the
+layout along the third. The summed order needs its input and its sum in two layouts: two switches a block.
 
 Axial-DeepLab (Wang et al. 2020, arXiv 2003.07853) has batch norms inside its attention. There are none here: in
-training they reduce over the batch and all axes, the divided one too, which no stage can do on its part alone.
+training they reduce over the batch and all axes, the sharded one included, which no stage can do on its shard alone.
 
-The paper has no sizes for this model: S and XL have the widths of DiT and, in sequence, as many blocks (XL one less).
+The paper has no sizes for this model. S and XL have the widths of DiT and, in sequential order, DiT's number of blocks
+(XL one less).
 
 Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h w its rows and columns of
-patches (s in one dim), c hidden channels, k the values of a patch, e what is left of a conditioning vector.
+patches (s in one dim), c hidden channels, k values of a patch, e channels of a conditioning vector.
 """
 
 from dataclasses import dataclass
@@ -49,13 +50,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "XL/2": {"hidden": 1152, "depth": 9, "heads": 16},
     "test": {"hidden": 48, "depth": 2, "heads": 4},
 }
-AXES = {"t": "[t] h w", "h": "t [h] w", "w": "t h [w]"}  # and the other two, which stay apart
+AXES = {"t": "[t] h w", "h": "t [h] w", "w": "t h [w]"}  # the stage's dims for attention along each axis
 
 
 @dataclass(frozen=True)
 class Config(VideoConfig):
     hidden: int = 384
-    depth: int = 4  # times that every axis is attended to
+    depth: int = 4  # attentions along each axis
     heads: int = 6
     order: str = "sequential"  # or "summed"
     learn_sigma: bool = False  # twice the channels out: a mean and a variance (iddpm)
@@ -68,7 +69,7 @@ class Config(VideoConfig):
 
 
 def fold(x: Tensor, axis: str) -> Tensor:
-    """(b t h w c) as (b n m c), where m is the axis and n are the other two."""
+    """(b t h w c) as (b n m c): m is the axis, n the other two axes in one."""
     a, b = (other for other in AXES if other != axis)
     return rearrange(x, f"b t h w c -> b ({a} {b}) {axis} c")
 
@@ -101,7 +102,7 @@ class AxialAttention(SelfAttention):
 
 
 class Sequential(nn.Module):
-    """A block for every axis, one after the other."""
+    """One block for each axis, in sequence."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -112,7 +113,7 @@ class Sequential(nn.Module):
 
 
 class Summed(nn.Module):
-    """One block: attention along every axis of (b t h w c), side by side, then their sum and an MLP."""
+    """One block: attention along every axis of (b t h w c) in parallel, the sum of the three, and an MLP."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -174,8 +175,8 @@ class AxialVideo(nn.Module):
     def init_weights(self) -> None:
         """Initialise every parameter in place, after ``to_empty`` too, as DiT does.
 
-        Xavier, biases zero; the embeddings at std 0.02. The final layer and adaLN-Zero's linear layers, so all its
-        gates, start as nothing.
+        Xavier, biases zero; the embeddings at std 0.02. The final layer and adaLN-Zero's linear layers, and with them
+        all gates, start at zero.
         """
         init_linear(self)
         nn.init.normal_(self.t_embed.mlp.up.weight, std=0.02)

@@ -1,4 +1,4 @@
-"""Frames that a model is given clean in training, so that it learns to go on from them, and to fill between them."""
+"""Clean frames in training: the model learns to continue from given frames and to fill in between them."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ __all__ = ["noised_frames"]
 def noised_frames(seed: int, step: int, sample_ids: Sequence[int], frames: int, *, first: float, some: float) -> Tensor:
     """The `x_mask` [b, frames] of an objective: True for frames that get noise. A pure function of (seed, step, id).
 
-    A share `first` of the samples has its first frame clean, a share `some` a random set of frames: a number that is
-    uniform in 1..frames-1, and then any that many. At least one frame is noised, so a clip of one frame always is.
+    A share `first` of the samples has a clean first frame; a share `some` has a random set of clean frames, whose size
+    is uniform in 1..frames-1. At least one frame is noised: that of a one-frame clip always.
     """
     mask = torch.ones(len(sample_ids), frames, dtype=torch.bool)
     if frames == 1:

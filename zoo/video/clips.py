@@ -1,4 +1,4 @@
-"""Which clips to encode: the videos of a folder with their captions, cut and assigned to the sizes asked for."""
+"""The clips to encode: the captioned videos of a folder, cut into clips and assigned to the requested sizes."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ class ClipError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """A clip to be: `name` is the file and the first frame, counted at the clip's rate; `chosen` the file's frames."""
+    """A clip to encode. `name`: file and first frame, counted at the clip's rate; `chosen`: frames of the file."""
 
     name: str
     video: Video
@@ -38,9 +38,9 @@ class Source:
 def sources(
     root: Path, table: Path | None, buckets: Sequence[Bucket], most: int | None = None
 ) -> tuple[list[Source], list[str]]:
-    """The clips of every video under `root` that has a caption, and what was skipped: a line a file, with the reason.
+    """The clips of every captioned video under `root`, and one line for each skipped file, with the reason.
 
-    Captions as in `captions`; `most` clips of a video at most. ClipError: nothing is left.
+    Captions are found as in `captions`. A video has at most `most` clips. ClipError: no clip is left.
     """
     paths = {path.relative_to(root).as_posix(): path for path in files(root)}
     texts, skipped = captions(root, table, paths)
@@ -61,10 +61,11 @@ def sources(
 
 
 def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple[dict[str, str], list[str]]:
-    """The caption of each file in `paths` that has one, and a line for each that lacks one and each without a file.
+    """The captions of files in `paths`, and one line for each file without a caption and each caption without a file.
 
-    From `table`, a CSV or JSONL with one of the columns path, file, file_name, video and one of text, caption, prompt;
-    without a table from NAME.txt beside NAME.mp4. Files are relative to `root`. ClipError: no file has a caption.
+    Captions come from `table`, a CSV or JSONL with one of the columns path, file, file_name, video and one of text,
+    caption, prompt, or without a table from NAME.txt beside NAME.mp4. Files are relative to `root`. ClipError: no
+    file has a caption.
     """
     skipped = []
     if table is None:
@@ -92,8 +93,8 @@ def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple
 
 
 def choose(video: Video, buckets: Sequence[Bucket]) -> Bucket | None:
-    """The bucket of nearest aspect among those a video is long enough for; of equal ones the longest, then the largest
-    that enlarges least. None if it is too short for all."""
+    """The bucket of nearest aspect ratio among those the video is long enough for; None if it is too short for all.
+    Ties go to the longest bucket, then to the one that enlarges the video least, then to the largest."""
 
     def rank(bucket: Bucket) -> tuple[float, ...]:
         aspect = abs(log(video.width * bucket.height / (video.height * bucket.width)))
@@ -104,7 +105,7 @@ def choose(video: Video, buckets: Sequence[Bucket]) -> Bucket | None:
 
 
 def cut(name: str, video: Video, caption: str, bucket: Bucket) -> Iterator[Source]:
-    """Consecutive clips from the video's first frame on; what is left at its end is not used."""
+    """Consecutive clips from the video's first frame on; an incomplete clip at the end is dropped."""
     own = (len(video.times) - 1) / _seconds(video) if len(video.times) > 1 else 1.0
     fps = bucket.fps or round(own, 3)
     for start in range(0, _length(video, bucket.fps) - bucket.frames + 1, bucket.frames):
@@ -118,7 +119,7 @@ def _seconds(video: Video) -> float:
 
 
 def _length(video: Video, fps: float | None) -> int:
-    """Frames that it has, at `fps` if that is given."""
+    """The number of frames of a video, resampled at `fps` if given."""
     return len(video.times) if fps is None else int((_seconds(video) + slack(video) * video.tick) * fps) + 1
 
 

@@ -1,12 +1,12 @@
 """Pixels to latents and back, and captions to embeddings: autoencoders of diffusers, text encoders of transformers.
 
-Both are read from a folder on this disk as those libraries save them, or from the `vae/`, `text_encoder/` and
-`tokenizer/` of a pipeline's folder: weights in safetensors alone, classes out of the lists below, nothing downloaded
-and no code run that a file names. Letters: c channels, t frames, h w height and width, l tokens, e channels of text.
+Both are read from local folders as those libraries save them, or from the `vae/`, `text_encoder/` and `tokenizer/` of a
+pipeline's folder. Only safetensors and the classes listed below are accepted; nothing is downloaded, and no code that a
+file names is run. Letters: c channels, t frames, h w height and width, l tokens, e channels of text.
 
-Latents are (z - shift) * scale, as the pipelines of diffusers hand them to a denoiser; z is the mode of the posterior,
-not a draw from it: an encoded clip is then a function of its pixels, on any number of ranks, and the noise left out is
-far below that of the first level of any diffusion.
+Latents are (z - shift) * scale, as the pipelines of diffusers pass them to a denoiser. z is the mode of the posterior,
+not a sample of it, so that an encoded clip depends only on its pixels, on any number of ranks. The omitted noise is far
+below the first noise level of any diffusion.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ from zoo.video.pretrained import CodecError, configuration, from_pretrained, lib
 
 __all__ = ["AUTOENCODERS", "TEXT_ENCODERS", "TILE", "Autoencoder", "CodecError", "TextEncoder"]
 
-OnStep: TypeAlias = Callable[[int, int], Any]  # (steps done, of how many)
+OnStep: TypeAlias = Callable[[int, int], Any]  # (steps done, steps in total)
 Values: TypeAlias = float | tuple[float, ...]  # one for all channels, or one a channel
 
-# Of each class: latent channels, factors in t and in h w, and the k of the clips it takes whole, of 1 + n k frames
+# For each class: latent channels; factor in t; factor in h and w; k, where clips must have 1 + n k frames
 AUTOENCODERS: dict[str, Callable[[Any], tuple[int, int, int, int]]] = {
     "AutoencoderKL": lambda m: (m.config.latent_channels, 1, 2 ** (len(m.config.block_out_channels) - 1), 1),
-    # two latent frames at a time: of an even number the first would be decoded to as many frames as the others
+    # decodes two latent frames at a time: with an even number, the first would decode to as many frames as the others
     "AutoencoderKLCogVideoX": lambda m: (
         m.config.latent_channels,
         int(m.config.temporal_compression_ratio),
@@ -48,11 +48,11 @@ AUTOENCODERS: dict[str, Callable[[Any], tuple[int, int, int, int]]] = {
 TEXT_ENCODERS = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}  # by the model_type of config.json
 
 
-TILE = 512  # pixels a side of what is decoded at once, where nobody says otherwise
+TILE = 512  # default side of a tile in decoding, in pixels
 
 
 class Encoding(nn.Module):
-    """The encoder of a batch of videos (b c t h w), or of images (b c h w), as a module: ranks may share its work."""
+    """The encoder of a batch of videos (b c t h w) or images (b c h w), as a module that ranks can parallelize."""
 
     def __init__(self, module: Any):
         super().__init__()
@@ -63,7 +63,7 @@ class Encoding(nn.Module):
 
 
 class Decoding(Encoding):
-    """The decoder of latents, as such a module."""
+    """The decoder of latents, as the same kind of module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module.decode(x).sample
@@ -72,9 +72,9 @@ class Decoding(Encoding):
 class Autoencoder:
     """An image or video autoencoder: `Autoencoder.load(path)`.
 
-    `name` is its class in diffusers; `channels`, `factor` (pixels a latent cell, in t, h, w), `causal` (the first frame
-    has a cell of its own), `shift` and `scale` are those of a Manifest. An image autoencoder takes frames one by one.
-    `encoding` and `decoding` are modules that do the work; others may stand for them.
+    `name` is its class in diffusers. `channels`, `factor` (pixels a latent cell, in t, h, w), `causal` (the first frame
+    is encoded alone), `shift` and `scale` are as in a Manifest. An image autoencoder encodes each frame separately.
+    `encoding` and `decoding` are the modules that compute; they may be replaced.
     """
 
     def __init__(self, module: Any, path: Path, files: Sequence[Path]):
@@ -85,15 +85,15 @@ class Autoencoder:
         self._files = files
         self.encoding: nn.Module = Encoding(module)
         self.decoding: nn.Module = Decoding(module)
-        self.shared: dict[Any, Autoencoder] = {}  # whose work the ranks of a group share (zoo/training/together.py)
+        self.shared: dict[Any, Autoencoder] = {}  # for each group of ranks, a parallel copy (zoo/training/together.py)
 
     @classmethod
     def load(
         cls, path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> "Autoencoder":
-        """From a folder with config.json and diffusion_pytorch_model.safetensors, or a pipeline's folder with `vae/`.
+        """Load a folder with config.json and diffusion_pytorch_model.safetensors, or a pipeline's folder with `vae/`.
 
-        CodecError: something is not there, is not safetensors, or is of a class that is not known here.
+        CodecError: a file is missing or is not safetensors, or the class is unknown here.
         """
         folder, config = configuration(Path(path), "vae")
         name = config.get("_class_name")
@@ -108,11 +108,11 @@ class Autoencoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of its configuration and its weights. Reads the files anew, once."""
+        """The sha256 of configuration and weights; the files are read once more, on first use."""
         return sha256(self._files)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(c, t, h, w) of a clip of so many frames and pixels; CodecError, which names the next sizes, if none."""
+        """(c, t, h, w) of the latent of a clip; for a size that does not fit, a CodecError that names the nearest."""
         problems = []
         for n, what, first, step in (
             (frames, "frames", 1, self.step),
@@ -129,7 +129,7 @@ class Autoencoder:
         return c, 1 + (frames - 1) // ft, height // fh, width // fw
 
     def pixel_shape(self, t: int, h: int, w: int) -> tuple[int, int, int]:
-        """(frames, height, width) of what a latent of so many cells decodes to."""
+        """(frames, height, width) of the decoded clip of a latent of (t, h, w) cells."""
         if (t - 1) * self.factor[0] % self.step:
             below = 1 + (t - 1) * self.factor[0] // self.step * self.step // self.factor[0]
             raise CodecError(
@@ -142,8 +142,8 @@ class Autoencoder:
     def encode(self, frames: Tensor, *, tile: int | None = None, on_step: OnStep | None = None) -> Tensor:
         """The latent [c, t, h, w] of frames [3, t, h, w] in [-1, 1]: float32, on the CPU.
 
-        Whole frames at once; with `tile`, squares of so many pixels that overlap by a quarter and are blended, which
-        takes less memory and changes the latent a little.
+        Frames are encoded whole. With `tile`, they are encoded in squares of `tile` pixels that overlap by a quarter
+        and are blended: less memory, and a slightly different latent.
         """
         if frames.ndim != 4 or frames.shape[0] != 3:
             raise CodecError(f"expected frames [3, t, h, w], got {list(frames.shape)}")
@@ -157,8 +157,8 @@ class Autoencoder:
     def decode(self, latent: Tensor, *, tile: int | None = TILE, on_step: OnStep | None = None) -> Tensor:
         """The pixels [3, t, h, w] in [-1, 1] of a latent [c, t, h, w]: float32, on the CPU.
 
-        In squares of `tile` pixels that overlap by a quarter and are blended (None: whole frames at once), and of an
-        image autoencoder a few frames at a time. `on_step(done, of)` is called after each.
+        Frames are decoded in squares of `tile` pixels that overlap by a quarter and are blended (None: whole frames);
+        an image autoencoder decodes a few frames at a time. `on_step(done, total)` is called after each piece.
         """
         if latent.ndim != 4 or latent.shape[0] != self.channels:
             raise CodecError(f"expected a latent [{self.channels}, t, h, w], got {list(latent.shape)}")
@@ -171,7 +171,7 @@ class Autoencoder:
     def _in_tiles(
         self, apply: Callable[[Tensor], Tensor], x: Tensor, encoding: bool, tile: int | None, on_step: OnStep | None
     ) -> Tensor:
-        """`apply` on the tiles and frames of x, blended; on the CPU, but for the piece in hand."""
+        """`apply` on the tiles of x, blended; tensors stay on the CPU, except for the current piece."""
         side = self.factor[1]
         before, after = (side, 1) if encoding else (1, side)
         cells = max(2, tile // side) if tile else max(x.shape[-2:])
@@ -205,7 +205,7 @@ class Autoencoder:
         return out.div_(weights)
 
     def _apply(self, apply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """One piece [c, t, h, w] through the module: as one video, or as a batch of images."""
+        """`apply` on one piece [c, t, h, w]: as one video, or as a batch of images."""
         x = x.to(self.module.device, self.module.dtype)
         y = apply(x[None])[0] if self.causal else apply(x.transpose(0, 1)).transpose(0, 1)
         return y.float().cpu()
@@ -215,7 +215,7 @@ class Autoencoder:
 
 
 class TextEncoder:
-    """A T5 encoder and its tokenizer: `TextEncoder.load(path)`. A caption has `length` tokens at most, with its end."""
+    """A T5 encoder and its tokenizer: `TextEncoder.load(path)`. A caption has at most `length` tokens, end included."""
 
     def __init__(self, module: Any, tokens: Callable[[str], list[int]], path: Path, files: Sequence[Path], length: int):
         self.module, self.path, self.name, self.length = module, path, type(module).__name__, length
@@ -231,9 +231,9 @@ class TextEncoder:
         *,
         length: int = 300,
     ) -> "TextEncoder":
-        """From a folder with config.json and model.safetensors, or a pipeline's folder with `text_encoder/`.
+        """Load a folder with config.json and model.safetensors, or a pipeline's folder with `text_encoder/`.
 
-        The tokenizer, tokenizer.json or spiece.model, lies there too, in its `tokenizer/`, or in the pipeline's.
+        The tokenizer, tokenizer.json or spiece.model, is in the same folder, in its `tokenizer/`, or in the pipeline's.
         """
         folder, config = configuration(Path(path), "text_encoder")
         name = TEXT_ENCODERS.get(config.get("model_type", ""))
@@ -253,15 +253,15 @@ class TextEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of its configuration, its weights and its tokenizer. Reads the files anew, once."""
+        """The sha256 of configuration, weights and tokenizer; the files are read once more, on first use."""
         return sha256(self._files)
 
     def count(self, caption: str) -> int:
-        """How many tokens a caption has, its end counted."""
+        """The number of tokens of a caption, end included."""
         return len(self._tokens(caption))
 
     def tokens(self, caption: str) -> list[int]:
-        """The numbers of its tokens; CodecError if there are more than `length`."""
+        """The token numbers of a caption; CodecError if there are more than `length`."""
         found = self._tokens(caption)
         if len(found) > self.length:
             raise CodecError(
@@ -272,10 +272,10 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], *, padded: bool = False) -> list[Tensor]:
-        """The embedding [l, e] of every caption, its own tokens alone: float32, on the CPU. That of "" is [1, e].
+        """The embedding [l, e] of every caption, without padding: float32, on the CPU. That of "" is [1, e].
 
-        Each is encoded by itself, so that it does not depend, not even in its last bit, on those beside it. `padded`:
-        [length, e], with what the encoder makes of the padding that follows; the caption does not see it.
+        Each caption is encoded alone, so that its bits do not depend on the other captions. `padded`: [length, e], with
+        the encoder's output for the padding after the caption, to which the caption does not attend.
         """
         rows = [self.tokens(caption) for caption in captions]
         return [self._embed(row, self.length if padded else len(row)).float().cpu() for row in rows]
@@ -289,18 +289,18 @@ class TextEncoder:
 
 # ----------------------------------------------------------------------------------------------------------- tiles
 
-PIXELS = 2**20  # of the frames that an image autoencoder is given at once
+PIXELS = 2**20  # in the frames that an image autoencoder processes at once
 
 
 def _spans(n: int, size: int, overlap: int) -> list[tuple[int, int]]:
-    """Begin and end of the fewest pieces of `size` that cover 0..n and overlap by `overlap` or more."""
+    """The begin and end of the fewest pieces of `size` that cover 0..n and overlap by at least `overlap`."""
     if n <= size:
         return [(0, n)]
     return [(min(at, n - size), min(at, n - size) + size) for at in range(0, n - overlap, size - overlap)]
 
 
 def _ramp(spans: Sequence[tuple[int, int]], begin: int, end: int, scale: int) -> Tensor:
-    """The weight of a piece along one dim, `scale` values a cell: rises and falls linearly where it meets others."""
+    """The blending weight of a piece along one dim, `scale` values a cell: linear ramps where neighbours overlap."""
     weight = torch.ones((end - begin) * scale)
     place = spans.index((begin, end))
     for flip, shared in (
@@ -323,7 +323,7 @@ def _of_ratios(module: Any) -> tuple[int, int, int, int]:
 
 
 def _normalisation(module: Any, channels: int) -> tuple[Values, Values]:
-    """(shift, scale) of (z - shift) * scale, from whichever of its names a class gives them."""
+    """(shift, scale) of (z - shift) * scale, under any of the names that diffusers' classes use."""
     config = module.config
     scaling = config.get("scaling_factor") or 1.0
     known = dict(config) | dict(module.named_buffers(recurse=False))  # LTX has the two among its weights

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     with ranks.StopSignal() as stop:
         try:
             encode_all(mine, vae, text, options, dtype, broken, stop)
-        except (ValueError, OSError) as cause:  # a full disk, a file that broke: of this rank
+        except (ValueError, OSError) as cause:  # a full disk, a broken file: on this rank only
             raise UserError(str(cause), alone=True) from cause
         if ranks.total(stop.requested)[0] if options.together else stop.requested:
             ranks.say(f"stopped by {stop.stopped}; the same command goes on")
@@ -100,8 +100,8 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
 
 
 def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) -> tuple[list[Source], list[str]]:
-    """The clips that are not in the folder yet, and what was skipped; the folder is begun. A ValueError for anything
-    that is wrong, before a clip is encoded."""
+    """Write the folder's manifest; return the clips that are not in the folder yet, and the lines of skipped files.
+    Any problem is a ValueError before a clip is encoded."""
     for name in ("text_length", "shard_mib", "clips_per_video", "tile"):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise ClipError(f"--{name.replace('_', '-')} {value}: it must be more than 0")
@@ -138,7 +138,7 @@ def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) ->
 
 
 def too_long(wanted: Sequence[Source], text: TextEncoder) -> list[str]:
-    """The files whose captions have too many tokens, and how many."""
+    """The files whose captions have too many tokens, with the number of tokens."""
     found = {}
     for source in wanted:
         file = source.name.rpartition("#")[0]
@@ -149,7 +149,7 @@ def too_long(wanted: Sequence[Source], text: TextEncoder) -> list[str]:
 
 
 def refuse_changed(folder: Path, wanted: Sequence[Source], there: dict[str, Entry]) -> None:
-    """A ClipError if clips of these names were encoded with other captions or sizes."""
+    """Raise a ClipError if clips of the same names were encoded with other captions or sizes."""
     changes = {}
     for source in wanted:
         if entry := there.get(source.name):
@@ -176,7 +176,7 @@ def encode_all(
     broken: list[str],
     stop: ranks.StopSignal,
 ) -> None:
-    """Encode clips and write them shard by shard, until done or asked to stop; files that break go to `broken`."""
+    """Encode clips and write them shard by shard, until done or asked to stop; names of broken clips go to `broken`."""
 
     def pixels(source: Source) -> Tensor | str:
         try:
@@ -214,7 +214,7 @@ def encode_all(
 
 
 def latent_of(vae: Autoencoder, frames: Tensor, tile: int | None, dtype: torch.dtype) -> Tensor | str:
-    """The latent of frames, or why it cannot be used."""
+    """The latent of frames, or the reason why it cannot be used."""
     try:
         latent = vae.encode(frames, tile=tile).to(dtype)
     except torch.OutOfMemoryError:

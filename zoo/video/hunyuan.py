@@ -6,20 +6,20 @@ Published sizes; parameters with text of 4096 channels (a language model) and a 
     13B             20          40       3072     24    12,821,012,544  text to video
     i2v-13B         20          40       3072     24    12,821,221,440  image to video by latent_concat
 
-First the text is refined by two blocks of its own. In the first half of the blocks video and text are two streams, each
-with weights of its own (an MMDiT; Esser et al., arXiv 2403.03206), in the second half one stream with the same weights;
-in both each token attends to all of them. Queries and keys have an RMSNorm a head; those of the video are rotated by
-their frame, row and column. In the second half attention and MLP stand side by side. Timestep, pooled text and the
-guidance that was distilled into the weights are one vector, from which each block makes its modulation.
+Two blocks refine the text first. In the two-stream blocks video and text have separate weights (an MMDiT; Esser et al.,
+arXiv 2403.03206); in the one-stream blocks they share weights. In both, each token attends to all video and text.
+Queries and keys have an RMSNorm a head; those of the video are rotated by frame, row and column. One-stream blocks have
+attention and MLP in parallel. Timestep, pooled text and the guidance that was distilled into the weights are embedded
+as one vector, from which each block computes its modulation.
 
-No dim of the sequence stays apart in attention, but its heads do, as in Wan: what comes before, itself and what follows
-it are stages; the text, which is short, is another sequence beside the video's.
+Attention is over the whole sequence; only its heads are independent, as in Wan. The layers before attention, attention
+and the layers after it are therefore separate stages. The text, which is short, is a second sequence.
 
 ``from_reference`` loads diffusers' HunyuanVideoTransformer3DModel. The velocity is noise - x: ``flow_sign``.
 
 Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h heads, n places in the
-video (frame by frame, row by row), l text tokens, c hidden channels, e channels of a head, k the values of a patch or
-what is left of a conditioning vector.
+video (frame by frame, row by row), l text tokens, c hidden channels, e channels of a head, k values of a patch or rows
+of a modulation.
 """
 
 import math
@@ -68,10 +68,10 @@ class Config(VideoConfig):
     refiner: int = 2  # blocks of the text alone
     heads: int = 24
     in_channels: int = 16
-    condition_channels: int = 0  # of in_channels, those that are not denoised: the latent of an image and a mask
+    condition_channels: int = 0  # the channels among in_channels that are not denoised: an image's latent and a mask
     caption_channels: int = 4096  # of the text encoder
     pooled_channels: int = 768  # of a second encoder, one vector a text; 0 for none
-    guidance: bool = True  # the model is told how strong its distilled guidance is to be
+    guidance: bool = True  # the strength of the distilled guidance is an input
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +80,7 @@ class Config(VideoConfig):
 
 
 class Queries(nn.Module):
-    """The modulated stream (b n c) as queries, keys and values (b n h e), normed a head; rotated by a rope, if any."""
+    """Queries, keys and values (b n h e) of a modulated stream (b n c): normed a head, rotated if there is a rope."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -102,7 +102,7 @@ class Queries(nn.Module):
 
 
 class JointAttention(nn.Module):
-    """Attention of video (b n h e) and text (b l h e) to both; ``mask`` (b l) keeps tokens of the text."""
+    """Attention of video (b n h e) and text (b l h e) to both; ``mask`` (b l) is True for text tokens to be seen."""
 
     def forward(
         self,
@@ -122,7 +122,7 @@ class JointAttention(nn.Module):
 
 
 class Update(nn.Module):
-    """The residual of attention ``y`` (b n h e) on a stream of its own (b n c), and the modulated MLP."""
+    """The residual of attention ``y`` (b n h e) on one of the two streams (b n c), and the modulated MLP."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -136,7 +136,7 @@ class Update(nn.Module):
 
 
 class Block(nn.Module):
-    """Two streams: weights of their own for video and text, one attention over both."""
+    """Two streams: separate weights for video and text, one attention over both."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -154,7 +154,7 @@ class Block(nn.Module):
 
 
 class SingleQueries(Queries):
-    """`Queries`, and the hidden values of the MLP (b n k) that stands beside the attention."""
+    """`Queries`, and the hidden values (b n k) of the MLP that runs in parallel with attention."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__(dim, heads)
@@ -198,7 +198,7 @@ class SingleBlock(nn.Module):
 
 
 class RefinerBlock(nn.Module):
-    """A block of the text alone (b l c), whose gates come from the timestep and the mean of the text."""
+    """A block on the text alone (b l c), with gates from the timestep and the mean of the text."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -216,7 +216,7 @@ class RefinerBlock(nn.Module):
 
 
 class Refiner(nn.Module):
-    """The text (b l caption_channels) as tokens (b l c): blocks of its own, told the timestep and its mean."""
+    """Text (b l caption_channels) to tokens (b l c), by blocks conditioned on the timestep and the mean of the text."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -229,7 +229,7 @@ class Refiner(nn.Module):
     def forward(self, context: Tensor, timestep: Tensor, mask: Tensor | None) -> Tensor:
         context = context.to(self.embed.weight.dtype)
         seen = torch.ones_like(context[..., :1]) if mask is None else mask[..., None].to(context.dtype)
-        mean = (context * seen).sum(1) / seen.sum(1).clamp(min=1)  # of an empty caption: zeros
+        mean = (context * seen).sum(1) / seen.sum(1).clamp(min=1)  # zeros for an empty caption
         cond, x = self.t_embed(timestep) + self.mean(mean), self.embed(context)
         for block in self.blocks:
             x = block(x, cond, mask)
@@ -253,7 +253,7 @@ class HunyuanVideo(nn.Module):
     """``forward(x, timestep, context, context_mask=None, pooled=None, guidance=None)``
 
     x (b i t y x), timestep (b) on the scale 0 to 1000, context (b l caption_channels), context_mask (b l, True for
-    tokens to be seen, which come first), pooled (b pooled_channels), guidance (b), 1000 times its strength
+    tokens to be seen, which come first), pooled (b pooled_channels), guidance (b), 1000 times the strength
     -> (b o t y x). Any number of frames; frames of any size.
     """
 
@@ -279,7 +279,7 @@ class HunyuanVideo(nn.Module):
             "singles.*.update": "b n [c], y=b n [h e], hidden=b n [m], modulation=b [k c]",
             "final": "b n [c], cond=b [c] -> b n [k]",
         }
-        self.cores: dict[str, str] = {}  # of two sequences at once, which Ulysses and rings do not know here
+        self.cores: dict[str, str] = {}  # none: Ulysses and rings here do not take two sequences at once
         self.tensor_parallel: dict[str, str] = {}
 
         self.t_embed = TimestepEmbed(dim)
@@ -326,7 +326,7 @@ class HunyuanVideo(nn.Module):
         return x if x.shape[-2:] == (height, width) else x[..., :height, :width]
 
     def positions(self, t: int, y: int, x: int, device: torch.device) -> Tensor:
-        """The angles of all places of t frames of y rows and x columns of patches: sines, then cosines (n e), fp32."""
+        """The rotation at each place of t frames of y x patches: sines, then cosines of the angles (n e), float32."""
         size = self.config.hidden // self.config.heads
         sides = size // 8, (size - size // 8) // 2, (size - size // 8) // 2
         angles = []
@@ -349,7 +349,7 @@ class HunyuanVideo(nn.Module):
         """Initialise every parameter in place, after ``to_empty`` too, as DiT does.
 
         Xavier in every matrix, biases zero; the MLPs of timestep, guidance and texts at std 0.02; modulation and the
-        final layer start as nothing.
+        final layer start at zero.
         """
         init_linear(self)
         for module in self.modules():
@@ -381,7 +381,7 @@ class HunyuanVideo(nn.Module):
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> HunyuanVideo:
     """Build the model of diffusers' HunyuanVideoTransformer3DModel from its state dict.
 
-    Heads are as wide as the norms of their queries.
+    The width of a head is that of the norm of its queries.
     """
     if missing := [name for name in ("x_embedder.proj.weight", "proj_out.bias") if name not in state]:
         raise ValueError(f"not diffusers' HunyuanVideo: no {', '.join(missing)}")
@@ -412,7 +412,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> HunyuanVide
 def to_diffusers(model: HunyuanVideo, frames: int = 0) -> Any:
     """diffusers' `HunyuanVideoTransformer3DModel` with the model's weights; it takes clips of any number of frames.
 
-    ValueError: the model is told no pooled text, which that one needs.
+    ValueError: the model takes no pooled text, which diffusers' model needs.
     """
     from diffusers import HunyuanVideoTransformer3DModel
 
@@ -432,7 +432,7 @@ def to_diffusers(model: HunyuanVideo, frames: int = 0) -> Any:
 
 
 def diffusers_names(name: str) -> list[str]:
-    """The diffusers parameters that one of ours is made of, to be stacked along dim 0."""
+    """The diffusers parameters that make up one of ours, to be stacked along dim 0."""
     stem, dot, suffix = name.rpartition(".")
     for pattern, (theirs, table) in STACKS.items():
         if found := re.fullmatch(pattern, stem):

@@ -1,10 +1,10 @@
 """Latte (Ma et al., arXiv 2401.03048), a video transformer in four variants (section 3.2, figure 2):
 
-1. spatial and temporal transformer blocks in alternation; the one that was released
+1. spatial and temporal transformer blocks in alternation; the released variant
 2. all the spatial blocks, then all the temporal ones
 3. blocks of three sublayers, each with its residual: spatial attention, temporal attention, MLP
-4. blocks whose attention is split by heads: half of them see the frame, the other half see time, side by side on one
-   normed input; their outputs are added, then MLP
+4. blocks whose attention is split by heads: on one normed input, half of the heads attend within the frame and half
+   across time; their outputs are added, then MLP
 
 Published sizes; trainable parameters of unconditional variant 1 at patch 2, latents 4 channels in and 8 out:
 
@@ -18,16 +18,16 @@ Published sizes; trainable parameters of unconditional variant 1 at patch 2, lat
 ``conditioning="none"`` and ``"class"`` are the models of the paper: DiT blocks, modulated by adaLN-Zero from the
 timestep embedding, plus a label embedding with a null class. ``"text"`` is Latte-1, which diffusers has as
 LatteTransformer3DModel: adaLN-single, and attention to text in the spatial blocks. The fixed temporal position table is
-added before the first temporal block. ``from_reference`` loads the weights of either, of variant 1.
+added before the first temporal block. ``from_reference`` loads weights of the authors or of diffusers, for variant 1.
 
-What the paper leaves open in variants 3 and 4 follows variant 1. Every sublayer has shift, scale and gate of its own,
-so that variant 3 takes 9 rows a block; the two halves of variant 4 share those of the attention that they make up.
-Heads keep their width, so that a block of variant 4 has as many weights as one of variant 1. The temporal table is
-added before the first temporal attention (3) or before the first block (4); attention to text follows the spatial one
-(3) or the sum of both (4).
+Details of variants 3 and 4 that the paper leaves open follow variant 1. Every sublayer has its own shift, scale and
+gate, so that variant 3 takes 9 rows a block; the two halves of attention in variant 4 share theirs. Heads keep their
+width, so that a block of variant 4 has as many weights as one of variant 1. The temporal table is added before the
+first temporal attention (3) or before the first block (4); attention to text follows the spatial attention (3) or the
+sum of both (4).
 
 Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, l text tokens, k what is left of a conditioning vector.
+channels, l text tokens, k channels of a conditioning vector or values of a patch.
 """
 
 import json
@@ -95,7 +95,7 @@ class Config(VideoConfig):
     conditioning: str = "none"  # "class" or "text"
     num_classes: int = 101  # "class": label num_classes is the null class of classifier-free guidance
     caption_channels: int = 4096  # "text": channels of the text encoder (T5)
-    sample_size: int = 32  # cells on a side of the frames trained on: positions of other frames stretch over theirs
+    sample_size: int = 32  # side in cells of the training frames: positions of other frame sizes stretch over theirs
 
     def __post_init__(self) -> None:
         if self.conditioning not in ("none", "class", "text"):
@@ -126,7 +126,7 @@ class Pair(nn.Module):
 
 
 class Sublayer(nn.Module):
-    """``layer``, modulated, round its residual (b t s c); then attention to text if there are heads for it."""
+    """A modulated ``layer`` with its residual (b t s c), then attention to text if ``text_heads`` is not 0."""
 
     def __init__(self, dim: int, layer: nn.Module, modulation: nn.Module, text_heads: int = 0, positions: bool = False):
         super().__init__()
@@ -147,7 +147,7 @@ class Sublayer(nn.Module):
 
 
 class Triple(nn.Module):
-    """Variant 3: spatial attention, temporal attention and an MLP, each round its residual."""
+    """Variant 3: spatial attention, temporal attention and an MLP, each with its residual."""
 
     def __init__(self, dim: int, heads: int, modulation: Modulation, text: bool, first: bool):
         super().__init__()
@@ -163,7 +163,7 @@ class Triple(nn.Module):
 
 
 class Fork(nn.Module):
-    """Variant 4: half of the heads along space, half along time, on one input; their sum, and an MLP."""
+    """Variant 4: half of the heads over space, half over time, on one input; then their sum and an MLP."""
 
     def __init__(self, dim: int, heads: int, modulation: Modulation, text: bool):
         super().__init__()
@@ -179,7 +179,7 @@ class Fork(nn.Module):
 
 
 def modulations(cond: Tensor, dim: int, *rows: int) -> list[Tensor]:
-    """The modulation of each stage of a block: its rows of adaLN-single's (b k), or the embedding (b dim)."""
+    """The conditioning of each stage of a block: its rows of adaLN-single's vector (b k), or the embedding (b dim)."""
     if cond.shape[-1] == dim:
         return [cond] * len(rows)
     return list(cond.split([n * dim for n in rows], dim=-1))
@@ -280,7 +280,7 @@ class Latte(nn.Module):
         """Initialise every parameter in place, after ``to_empty`` too, as DiT and Latte (and, with text, PixArt) do.
 
         Xavier, biases zero; the embeddings at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer,
-        attention to text and adaLN-Zero's linear layers, so all its gates, start as nothing.
+        attention to text and adaLN-Zero's linear layers, and with them all gates, start at zero.
         """
         init_linear(self)
         for mlp in filter(None, (self.t_embed.mlp, self.caption)):
@@ -315,8 +315,8 @@ class Latte(nn.Module):
         """Build the model of a diffusers LatteTransformer3DModel and load its weights.
 
         ``source`` is a state dict, a safetensors file or a directory of them; ``config`` is that model's config or
-        the path of its JSON file, by default the ``config.json`` beside the weights. Raises ValueError for a config
-        that describes another architecture, and for weights that do not fit it.
+        the path of its JSON file, by default the ``config.json`` beside the weights. ValueError: the config describes
+        another architecture, or the weights do not fit it.
         """
         if config is None:
             if isinstance(source, Mapping):
@@ -331,8 +331,8 @@ class Latte(nn.Module):
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
     """Build variant 1 from a state dict of the authors' code (the ``"ema"`` of a checkpoint) or of diffusers' model.
 
-    The number of heads is that of the published model of this width, and of a text model the 64 cells a side that it
-    was trained on, which is logged; of another width ``heads`` and ``sample_size`` have to be said.
+    ``heads``, and ``sample_size`` of a text model (64 cells a side), are those of the published model of this width,
+    which is logged. For other widths they have to be given.
     """
     text = "adaln_single.linear.weight" in state
     names = diffusers_names if text else official_names
@@ -373,7 +373,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
 
 
 def diffusers_config(config: Mapping[str, Any]) -> Config:
-    """The Config of a LatteTransformer3DModel's config; ValueError if that one differs in more than sizes."""
+    """The Config of a LatteTransformer3DModel's config; ValueError if the latter differs in more than sizes."""
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     fixed = {
         "norm_type": "ada_norm_single",
@@ -403,9 +403,9 @@ def diffusers_config(config: Mapping[str, Any]) -> Config:
 
 
 def to_diffusers(model: Latte, frames: int = 16) -> Any:
-    """diffusers' `LatteTransformer3DModel`, for clips of so many frames, with the weights of a text model of variant 1.
+    """diffusers' `LatteTransformer3DModel` for clips of `frames` frames, with the weights of a text model of variant 1.
 
-    ValueError: the model is another.
+    ValueError: the model is of another variant or conditioning.
     """
     from diffusers import LatteTransformer3DModel
 
@@ -423,7 +423,7 @@ def to_diffusers(model: Latte, frames: int = 16) -> Any:
 
 
 def diffusers_names(name: str) -> list[str]:
-    """The diffusers parameters that one of ours is made of, to be stacked along dim 0."""
+    """The diffusers parameters that make up one of ours, to be stacked along dim 0."""
     parts = re.fullmatch(r"blocks\.(\d+)\.(spatial|temporal)\.(.+?)(\.weight|\.bias|)", name)
     if parts:
         i, kind, layer, suffix = parts.groups()
@@ -434,7 +434,7 @@ def diffusers_names(name: str) -> list[str]:
 
 
 def official_names(name: str) -> list[str]:
-    """The parameter of the authors' code that one of ours is."""
+    """The parameter of the authors' code that equals one of ours."""
     parts = re.fullmatch(r"blocks\.(\d+)\.(spatial|temporal)\.(.+)\.(weight|bias)", name)
     if parts:
         i, kind, layer, suffix = parts.groups()

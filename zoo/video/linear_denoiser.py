@@ -1,8 +1,8 @@
-"""The best linear denoiser: the floor that a rectified-flow model trained on the same clips has to beat.
+"""The best linear denoiser: the baseline that a rectified-flow model trained on the same clips has to beat.
 
 At noise level u the model sees y = (1 - u) x + u e and predicts v = x - e. Given y, e = (y - (1 - u) x) / u, hence
-v = (x - y) / u: the best affine v comes from the best affine estimate of x, which the mean m and covariance S of the
-clips (flattened over c, t, h, w) give in closed form, the Wiener filter
+v = (x - y) / u: the best affine v comes from the best affine estimate of x. With mean m and covariance S of the clips
+(flattened over c, t, h, w), this estimate is the Wiener filter
     x' = m + K (y - (1 - u) m),    K = (1 - u) S ((1 - u)^2 S + u^2 I)^-1.
 On data with eigenvalues l of S its loss is the mean of l / ((1 - u)^2 l + u^2). It sees whole clips at once, so it uses
 everything about space and motion that is linear.
@@ -18,7 +18,7 @@ __all__ = ["LinearDenoiser", "fit_linear_denoiser", "linear_denoiser_loss"]
 
 @dataclass
 class LinearDenoiser:
-    """Mean and eigendecomposed covariance for each class it was fitted to (one for all if it ignores the class)."""
+    """Mean and eigendecomposed covariance for each fitted class (under None: for all classes together)."""
 
     means: dict[int | None, Tensor]  # (D,) each
     eigenvalues: dict[int | None, Tensor]  # (D,) each
@@ -27,8 +27,8 @@ class LinearDenoiser:
     def loss(self, x: Tensor, levels: Tensor, labels: Tensor | None = None) -> Tensor:
         """Mean squared velocity error per element on clips `x` [n, ...] at each of `levels` [k], returned as [k].
 
-        The expectation over the noise is exact: with d the part of x - m along an eigenvector and k the eigenvalue of
-        K, it is ((1 - (1 - u) k)^2 d^2 + k^2 u^2) / u^2, since x' - x = ((1 - u) K - 1)(x - m) + u K e.
+        The expectation over the noise is exact. For d, the component of x - m along an eigenvector, and k, the
+        eigenvalue of K, it is ((1 - (1 - u) k)^2 d^2 + k^2 u^2) / u^2, since x' - x = ((1 - u) K - 1)(x - m) + u K e.
         """
         total = torch.zeros(len(levels), dtype=torch.float64)
         for label, mean in self.means.items():
@@ -43,11 +43,11 @@ class LinearDenoiser:
 
 
 def fit_linear_denoiser(x: Tensor, labels: Tensor | None = None, *, covariance: str = "shared") -> LinearDenoiser:
-    """Fit to training clips `x` [n, ...], knowing the classes `labels` [n] if given.
+    """Fit to training clips `x` [n, ...] and, if given, their classes `labels` [n].
 
-    With labels every class has its own mean and, with `covariance="class"`, its own covariance too (n should then be
-    many times the number of elements of a clip for every class); "shared" pools the covariance round the class means.
-    No ridge: with u > 0 the filter needs none.
+    With labels every class has its own mean. With `covariance="class"` it has its own covariance too, and then needs
+    many times more clips than a clip has elements; "shared" pools the covariance around the class means. There is no
+    ridge term: with u > 0 the filter needs none.
     """
     if covariance not in ("shared", "class"):
         raise ValueError(f"covariance must be 'shared' or 'class', got {covariance!r}")

@@ -2,16 +2,16 @@
 
 Each block is x += gate * mixer(modulate(RMSNorm(x))), modulated by adaLN-Zero (DiT, section 3.2), without an MLP.
 Mixers are Mamba-1 (arXiv 2312.00752) or Mamba-2 (arXiv 2405.21060), in both directions as in Vision Mamba (arXiv
-2401.09417): the projections in and out are shared, a direction has its own convolution and its own state space. The
-widths and depths of S and B are those of Vision Mamba, those of L of Mamba-370M. Parameters, of latents of 4 channels:
+2401.09417): the input and output projections are shared, each direction has its own convolution and state space. Widths
+and depths of S and B are those of Vision Mamba, those of L are Mamba-370M's. Parameters, for latents of 4 channels:
 
     size   blocks  hidden       mamba1       mamba2
     B/2        24     768  140,603,152  135,101,584
     S/2        24     384   36,239,248   35,178,064
     L/2        48    1024  492,606,480  471,996,432
 
-``from_reference`` starts from a published Mamba, layer by layer: its mixers and norms. The rest (modulation,
-embeddings, the last layer) has no counterpart there and starts fresh. ``mixer_from_reference`` loads one mixer.
+``from_reference`` loads the mixers and norms of a published Mamba, layer by layer. The rest (modulation, embeddings,
+the last layer) has no counterpart there and is initialised. ``mixer_from_reference`` loads one mixer.
 
 Letters: b batch, n positions, c channels, d inner channels, h heads, e channels of a head, k channels of the state.
 """
@@ -45,8 +45,8 @@ class Config(ScanConfig):
     d_state: int | None = None  # channels of the state; null for 16 in Mamba-1, 128 in Mamba-2
     d_conv: int = 4  # positions that the convolution before the scan sees
     expand: int = 2  # inner channels / hidden
-    head_dim: int = 64  # Mamba-2 only, as groups
-    groups: int = 1  # of heads that share B and C
+    head_dim: int = 64  # Mamba-2 only, like groups
+    groups: int = 1  # groups of heads that share B and C
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,7 @@ class Config(ScanConfig):
 
 
 class CausalConv(nn.Module):
-    """A convolution of each channel of (b n d) over this position and those before it, then SiLU."""
+    """A convolution of each channel of (b n d) over the current and previous positions, then SiLU."""
 
     def __init__(self, dim: int, width: int):
         super().__init__()
@@ -113,7 +113,7 @@ class Mamba1Direction(nn.Module):
 
 @cache
 def mamba_kernel() -> Callable[..., Tensor] | None:
-    """The kernel of Mamba-1 for CUDA, of the package mamba_ssm, where that is installed."""
+    """The CUDA kernel of Mamba-1 of the package mamba_ssm; None if the package is not installed."""
     try:
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
     except ImportError:
@@ -125,16 +125,16 @@ def mamba_kernel() -> Callable[..., Tensor] | None:
 def by_kernel(
     kernel: Callable[..., Tensor], x: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> Tensor:
-    """The same by ``selective_scan_fn``, whose sequences are (b d n) and (b k n); A and D are float32 there.
+    """The scan of Mamba-1 by ``selective_scan_fn``, which takes (b d n) and (b k n), and A and D in float32.
 
-    step: that of time before its softplus, which the kernel takes in float32.
+    step: the time step before softplus, which the kernel computes in float32.
     """
     u, delta, keys, queries = (part.to(x.dtype).mT.contiguous() for part in (x, step, B, C))
     return kernel(u, delta, A.float(), keys, queries, D.float(), delta_softplus=True).mT
 
 
 class Mamba1(nn.Module):
-    """The mixer of Mamba-1 (section 3.4), in one direction or both: (b n c) -> (b n c)."""
+    """The mixer of Mamba-1 (section 3.4), in one or both directions: (b n c) -> (b n c)."""
 
     def __init__(self, dim: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, bidirectional: bool = False):
         super().__init__()
@@ -157,7 +157,7 @@ class Mamba1(nn.Module):
 
 
 class Mamba2Direction(nn.Module):
-    """Convolution and state space with one decay a head, of x, B and C together and dt (b n h); -> (b n d)."""
+    """Convolution and state space with one decay a head: (x, B and C in one tensor, dt (b n h)) -> (b n d)."""
 
     def __init__(self, inner: int, heads: int, groups: int, d_state: int, d_conv: int):
         super().__init__()
@@ -184,9 +184,9 @@ class Mamba2Direction(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """The mixer of Mamba-2 (section 7.1), in one direction or both: (b n c) -> (b n c).
+    """The mixer of Mamba-2 (section 7.1), in one or both directions: (b n c) -> (b n c).
 
-    The gated norm is over the heads of a group. Both directions go through it by themselves, then they are added.
+    The gated norm is over the heads of a group. It is applied to each direction, then the two are added.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ MIXERS: dict[str, type[Mamba1] | type[Mamba2]] = {"mamba1": Mamba1, "mamba2": Ma
 
 
 def init_mixer(mixer: Mamba1 | Mamba2) -> None:
-    """PyTorch's own start for the linear layers, as in the authors' code; time steps and decays as below."""
+    """Initialise linear layers as PyTorch does, like the authors' code; the directions initialise themselves."""
     mixer.in_proj.reset_parameters()
     mixer.out_proj.reset_parameters()
     mixer.ahead.init_weights()
@@ -241,7 +241,7 @@ def init_mixer(mixer: Mamba1 | Mamba2) -> None:
 
 
 def init_time_step(bias: Tensor) -> None:
-    """softplus(bias) is log-uniform in [0.001, 0.1] (Mamba, section 3.6)."""
+    """Initialise the bias so that softplus(bias) is log-uniform in [0.001, 0.1] (Mamba, section 3.6)."""
     dt = nn.init.uniform_(bias, math.log(1e-3), math.log(0.1)).exp()
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
@@ -262,7 +262,7 @@ class STMamba(ScanModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """As every model of scans; what a mixer adds starts smaller by the root of their number (mamba_ssm, GPT-2)."""
+        """Initialise as every scan model; mixers' outputs are divided by sqrt(depth), as in mamba_ssm and GPT-2."""
         super().init_weights()
         for block in self.running():
             block.mixers[0].out_proj.weight.div_(math.sqrt(self.config.depth))
@@ -272,14 +272,14 @@ class STMamba(ScanModel):
 
 
 def mixer_from_reference(state: Mapping[str, Tensor], prefix: str = "", *, groups: int = 1) -> Mamba1 | Mamba2:
-    """The mixer under ``prefix`` of a published Mamba-1, Mamba-2 or Vision Mamba (in both directions), and its weights.
+    """Build the mixer under ``prefix`` of a published Mamba-1, Mamba-2 or (bidirectional) Vision Mamba, with weights.
 
     Names are those of mamba_ssm, which transformers and Vision Mamba share: the prefix of layer 3 is
     "backbone.layers.3.mixer." in a language model, "layers.3.mixer." in a transformers MambaModel and in Vision Mamba.
-    Shapes cannot tell how many ``groups`` a Mamba-2 has. Some Vision Mambas halve the sum of both directions: halve
-    their ``out_proj.weight``.
+    Shapes do not determine ``groups`` of a Mamba-2. Some Vision Mambas halve the sum of both directions: for these,
+    halve ``out_proj.weight``.
 
-    Raises ValueError for names or shapes that are not such a mixer's.
+    ValueError: names or shapes are not those of such a mixer.
     """
     state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     if "A_log" not in state or "out_proj.weight" not in state or "conv1d.weight" not in state:
@@ -297,10 +297,10 @@ def mixer_from_reference(state: Mapping[str, Tensor], prefix: str = "", *, group
 
 
 def from_reference(state: Mapping[str, Tensor], *, groups: int = 1, **overrides: Any) -> STMamba:
-    """A model whose blocks, in the order they run, have the norms and mixers of a published Mamba; the rest is fresh.
+    """Build a model whose blocks, in running order, have a published Mamba's norms and mixers; the rest is initialised.
 
-    Takes what ``mixer_from_reference`` takes, for all layers. ``overrides`` are fields of the Config that weights
-    cannot tell: order, patch, in_channels, ... What stands outside the layers (embedding, head) has no use here.
+    Names are as in ``mixer_from_reference``, for all layers. ``overrides`` are fields of the Config that weights do
+    not determine: order, patch, in_channels, ... Weights outside the layers (embedding, head) are not used.
     """
     prefix = next((p for p in ("backbone.layers.", "layers.") if f"{p}0.mixer.A_log" in state), None)
     if prefix is None:
@@ -326,7 +326,7 @@ def from_reference(state: Mapping[str, Tensor], *, groups: int = 1, **overrides:
 
 
 def reference_names(name: str) -> str:
-    """The name in mamba_ssm of one of our parameters; the second direction is Vision Mamba's."""
+    """The name in mamba_ssm of one of our parameters; names of the second direction are Vision Mamba's."""
     direction, _, rest = name.partition(".")
     if name == "norm":
         return "norm.weight"

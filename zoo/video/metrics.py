@@ -1,8 +1,8 @@
-"""How like real clips sampled ones are: statistics of frames and of their changes, a probe of classes, distances.
+"""Metrics of sampled clips against real ones: statistics of frames and their changes, a class probe, distances.
 
-A Fréchet video distance is that of features of a published network. None comes along: `VideoFeatures` reads a folder of
-your own; the rest needs no weights. Few clips make all of this rough: a Fréchet distance of d features wants several
-times d clips, and its value depends on their number.
+A Fréchet video distance compares features of a published network. No network is included: `VideoFeatures` reads one
+from a local folder; the other metrics need no weights. All are rough for few clips: a Fréchet distance of d features
+needs several times d clips, and its value depends on their number.
 
 Letters: n clips, c channels, t frames, h w height and width, d features.
 """
@@ -18,14 +18,14 @@ from torch import Tensor
 __all__ = ["STATISTICS", "FrameProbe", "VideoFeatures", "frechet_distance", "statistics"]
 
 STATISTICS = ("brightness", "contrast", "sharpness", "change", "jerk", "persistence")
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which video networks are fed
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as video networks expect
 
 
 def statistics(clips: Tensor) -> Tensor:
-    """The numbers of `STATISTICS` of each clip (n c t h w) uint8, in units of the full range: (n 6), float64.
+    """The `STATISTICS` of each clip (n c t h w) uint8, in units of the full range: (n 6), float64.
 
-    Of a frame its mean, deviation and mean difference of neighbouring pixels; of time the mean difference from frame to
-    frame, that of these differences, and the correlation of a frame with the next (1 for one that stands still).
+    Within frames: mean, standard deviation, mean difference of neighbouring pixels. Over time: mean first and second
+    difference between frames, and correlation of consecutive frames (1 for a still clip).
     """
     x = clips.double() / 255
     n, still = len(x), x.shape[2] < 2
@@ -47,9 +47,9 @@ def statistics(clips: Tensor) -> Tensor:
 
 
 def frechet_distance(real: Tensor, made: Tensor) -> float:
-    """Between the normal distributions of two sets of features, (n d) and (m d): Heusel et al. 2017, equation 6.
+    """The Fréchet distance of normal fits to two sets of features, (n d) and (m d): Heusel et al. 2017, equation 6.
 
-    |μ - ν|² + tr(Σ + Π - 2 (Σ Π)^½). Raises ValueError for sets of fewer than two, or of other features.
+    |μ - ν|² + tr(Σ + Π - 2 (Σ Π)^½). ValueError: a set has fewer than two clips, or the numbers of features differ.
     """
     if real.ndim != 2 or made.ndim != 2 or real.shape[1] != made.shape[1] or min(len(real), len(made)) < 2:
         shapes = f"{tuple(real.shape)} and {tuple(made.shape)}"
@@ -64,11 +64,11 @@ def frechet_distance(real: Tensor, made: Tensor) -> float:
 
 
 class VideoFeatures:
-    """Features of clips by a published VideoMAE: a folder of its `config.json` and safetensors, as transformers saves.
+    """Features of clips by a published VideoMAE: a folder with `config.json` and safetensors, as transformers saves it.
 
-    (n c t h w) uint8 -> (n d): the mean over tokens of the last layer, normed, which is what its classifier reads
-    (the features of content-debiased FVD, Ge et al. 2024). Frames are taken evenly, as many as it was trained with, and
-    scaled to its size. Weights are read from safetensors alone: no pickle, and no code of the folder's, is run.
+    (n c t h w) uint8 -> (n d): the normed mean over tokens of the last layer, the input of VideoMAE's classifier
+    (the features of content-debiased FVD, Ge et al. 2024). Frames are chosen evenly, as many as the network was trained
+    with, and scaled to its size. Only safetensors are read: no pickle and no code from the folder is run.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str = "cpu"):
@@ -95,7 +95,7 @@ class VideoFeatures:
         return norm(tokens.mean(1)) if norm is not None else tokens[:, 0]
 
     def prepared(self, clips: Tensor) -> Tensor:
-        """The network's input: (n t 3 h w) of its frames and size, normalised."""
+        """The network's input (n t 3 h w), normalised, with its number of frames and its size."""
         config = self.model.config
         frames = torch.linspace(0, clips.shape[2] - 1, config.num_frames).round().long()
         x = clips[:, :, frames].to(self.device).float().expand(-1, 3, -1, -1, -1) / 255
@@ -108,7 +108,7 @@ class VideoFeatures:
 
 
 class FrameProbe:
-    """A support vector machine on pixels that tells the class of a frame, fitted to frames of clips with labels.
+    """A support vector machine on pixels that classifies frames, fitted to frames of labelled clips.
 
     `clips` are dicts of `x` (c 1 h w) in [-1, 1] and `label`.
     """
@@ -121,11 +121,11 @@ class FrameProbe:
         self.machine.fit(_rows(torch.stack([clip["x"] for clip in seen])), [int(clip["label"]) for clip in seen])
 
     def __call__(self, clips: Tensor) -> Tensor:
-        """The class that each frame of `clips` (n c t h w) in [-1, 1] shows, (n t) int64."""
+        """The predicted class of each frame of `clips` (n c t h w) in [-1, 1]: (n t) int64."""
         return torch.from_numpy(self.machine.predict(_rows(clips))).view(len(clips), clips.shape[2])
 
     def shares(self, clips: Tensor, labels: Sequence[int]) -> dict[str, float]:
-        """The share of the frames, and of the clips by vote, that show the class that was asked for."""
+        """The share of the frames, and of the clips by majority vote, that show the requested class."""
         seen, asked = self(clips), torch.tensor(labels)
         return {
             "frames recognised": (seen == asked[:, None]).double().mean().item(),

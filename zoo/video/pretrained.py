@@ -1,4 +1,4 @@
-"""Folders of pretrained models: what is in them, and loading it without the network, pickle or code of theirs."""
+"""Folders of pretrained models: their contents, loaded without network access, pickle or code from the folder."""
 
 import hashlib
 import importlib
@@ -24,7 +24,7 @@ class CodecError(ValueError):
 
 
 def configuration(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
-    """The folder that holds config.json, `path` or its sub-folder `part`, and what is in it."""
+    """The folder that has config.json, `path` or its sub-folder `part`, and the content of config.json."""
     folder = next((f for f in (path, path / part) if (f / "config.json").is_file()), None)
     if folder is None:
         what = "is not there: no such folder"
@@ -62,7 +62,7 @@ def weights(folder: Path, stem: str) -> list[Path]:
 
 
 def tokenizer(folders: Sequence[Path]) -> tuple[Callable[[str], list[int]], int, Path]:
-    """(caption to token numbers, how many tokens there are, the file) of the first of the folders that has one."""
+    """(function from caption to token numbers, size of the vocabulary, file) of the first folder with a tokenizer."""
     files = [folder / name for folder in folders for name in ("tokenizer.json", "spiece.model")]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
@@ -82,13 +82,13 @@ def tokenizer(folders: Sequence[Path]) -> tuple[Callable[[str], list[int]], int,
 
 
 def from_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
-    """The model with every one of its weights, of the files that are there."""
-    library(kind.__module__.partition(".")[0]).utils.logging.disable_progress_bar()  # for a second's work
+    """Load the model from local files; CodecError if any weight is missing."""
+    library(kind.__module__.partition(".")[0]).utils.logging.disable_progress_bar()  # loading takes a second
     try:
         module, report = kind.from_pretrained(
             str(folder), local_files_only=True, use_safetensors=True, output_loading_info=True, **options
         )
-    except Exception as error:  # of many kinds: sizes, types, truncated files
+    except Exception as error:  # many kinds: sizes, types, truncated files
         raise CodecError(f"{folder}: {kind.__name__} cannot be loaded: {error}") from error
     if absent := sorted(map(str, report["missing_keys"])):
         raise CodecError(f"{folder}: {len(absent)} weights of {kind.__name__} are not in its files, as {absent[0]}")
@@ -97,7 +97,7 @@ def from_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
 
 def image_processor(transformers: Any) -> Any:
     """The class of CLIP's image processor that needs no torchvision."""
-    has = hasattr(transformers, "CLIPImageProcessorPil")  # the other one says so where torchvision is missing
+    has = hasattr(transformers, "CLIPImageProcessorPil")  # where it exists, the other class needs torchvision
     return transformers.CLIPImageProcessorPil if has else transformers.CLIPImageProcessor
 
 

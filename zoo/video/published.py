@@ -1,9 +1,9 @@
-"""Published video models, to be sampled as their source samples: a folder as diffusers saves a pipeline.
+"""Published video models, sampled as their source samples them, from a folder as diffusers saves a pipeline.
 
-Read are `model_index.json`, `transformer/` (and `transformer_2/`), `scheduler/`, and where an image is given
+This file reads `model_index.json`, `transformer/` (and `transformer_2/`), `scheduler/`, and for a given image
 `image_encoder/` and `image_processor/`; zoo/video/codec.py reads `vae/`, `text_encoder/` and `tokenizer/`. Transformers
-are models of the zoo, schedulers those of diffusers: scheduler_config.json is what counts. Nothing is downloaded, and
-no code run that a file names.
+are models of the zoo. Schedulers are those of diffusers, built from scheduler_config.json. Nothing is downloaded, and
+no code that a file names is run.
 
     family   transformer/config.json     sampled as
     Wan      WanTransformer3DModel       WanPipeline, WanImageToVideoPipeline: 2.1, the experts of 2.2, 2.2's 5B
@@ -34,18 +34,18 @@ from zoo.video.pretrained import CodecError, configuration, from_pretrained, ima
 
 __all__ = ["Prompt", "Published", "family_of", "read", "scheduler"]
 
-Rows = dict[str, Tensor]  # arguments of a forward, a row a clip
-# the prediction that this process makes, 0 with the caption and 1 without, and a function that gathers both
+Rows = dict[str, Tensor]  # arguments of a forward, one row a clip
+# the prediction that this process computes (0: with the caption, 1: without), and a function that gathers both
 Branch = tuple[int, Callable[[Tensor], Sequence[Tensor]]]
 
 
 @dataclass
 class Prompt:
-    """Conditioning of n clips, as arguments of the model's forward: with the captions, and without for guidance."""
+    """The conditioning of n clips as arguments of the model's forward: with captions, and without them for guidance."""
 
     told: Rows
     none: Rows | None = None  # None: no guidance
-    start: Tensor | None = None  # (c t h w): the latent of an image, then of frames that are not given
+    start: Tensor | None = None  # (c t h w): the latent of a given image, and the family's filling for other frames
 
     def rows(self, clips: range, device: torch.device) -> "Prompt":
         """The rows of some of the clips, on a device."""
@@ -58,18 +58,18 @@ class Prompt:
 
 @dataclass
 class Published:
-    """The transformers of a folder, and how its source samples them.
+    """The transformers of a folder, sampled as by their source.
 
-    The numbers are the defaults of the source's pipeline; `size` is frames, rows and columns of pixels.
+    Numbers are the defaults of the source's pipeline; `size` is frames, rows and columns of pixels.
     """
 
     folder: Path
-    models: list[nn.Module]  # the second is for lower noise levels
-    scheduler: Any = None  # None: the source's own sampler
+    models: list[nn.Module]  # the second, if any, is for lower noise levels
+    scheduler: Any = None  # None: the source has its own sampler
     boundary: float = 0.0  # the noise level below which the second model takes over
-    null: Tensor | None = None  # (l e): the embedding of no caption, where the weights have one
+    null: Tensor | None = None  # (l e): the embedding of the null caption, if the weights have one
 
-    length = 512  # tokens of a caption at most
+    length = 512  # most tokens of a caption
     size = (81, 480, 832)
     steps, guidance, fps = 50, 5.0, 16.0
     dtype = torch.bfloat16
@@ -77,33 +77,33 @@ class Published:
 
     @property
     def channels(self) -> int:
-        """Latent channels that are drawn."""
+        """The number of latent channels that are sampled."""
         config: Any = self.models[0].config
         return config.in_channels - getattr(config, "condition_channels", 0)
 
     @property
     def needs_image(self) -> bool:
-        """True where every clip has to begin with an image."""
+        """True if every clip has to begin with an image."""
         return False
 
     # ------------------------------------------------------------------------------------------------------ conditions
 
     def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
-        """Embed captions, and the one that guidance leads away from; negative=None: no guidance."""
+        """Embed captions, and the negative caption of guidance; negative=None: no guidance."""
         raise NotImplementedError
 
     def sizes(self, n: int, pixels: tuple[int, int, int], fps: float) -> Rows:
-        """Sizes that the model takes as arguments, of n clips of so many frames, rows and columns."""
+        """The sizes that the model takes as arguments, for n clips of `pixels` (frames, rows, columns)."""
         return {}
 
     def image_tokens(self, image: Tensor) -> Tensor | None:
-        """Embed an image [3, h, w] in [-1, 1]: (1 j e); None for a model that takes its latent alone."""
+        """Embed an image [3, h, w] in [-1, 1]: (1 j e); None for a model that takes only the image's latent."""
         return None
 
     def begin(
         self, prompt: Prompt, image: Tensor, tokens: Tensor | None, pixels: tuple[int, int, int], codec: Autoencoder
     ) -> None:
-        """Make the clips of a prompt begin with an image [3, h, w] in [-1, 1], of these `image_tokens`."""
+        """Make the clips of a prompt begin with an image [3, h, w] in [-1, 1], whose `image_tokens` are `tokens`."""
         raise NotImplementedError
 
     # -------------------------------------------------------------------------------------------------------- sampling
@@ -121,11 +121,11 @@ class Published:
         random: Sequence[torch.Generator] = (),
         on_step: OnStep | None = None,
     ) -> Tensor:
-        """Latents (n c t h w), float32, drawn from normal noise of that shape in so many steps of the scheduler.
+        """Latents (n c t h w), float32, sampled from normal noise of that shape in `steps` steps of the scheduler.
 
-        guidance: of the first and the second model. batched: the two predictions of guidance by one call of 2 n clips,
-        rather than one after the other; branch: by processes of their own. random: a generator a clip, for schedulers
-        that add noise at their steps.
+        guidance: of the first and the second model. batched: one call with 2 n clips for the two predictions of
+        guidance, instead of two calls; branch: each prediction in its own process. random: a generator for each clip,
+        for schedulers that add noise in their steps.
         """
         scheduler = self.scheduler
         scheduler.set_timesteps(steps, device=noise.device)
@@ -149,7 +149,7 @@ class Published:
         return x
 
     def shown(self, x: Tensor, t: Tensor, prompt: Prompt) -> tuple[Tensor, Tensor]:
-        """The model's arguments x and timestep for latents at a timestep."""
+        """The arguments x and timestep of the model, for latents at a timestep."""
         return x, t.expand(len(x))
 
 
@@ -162,7 +162,7 @@ class Wan(Published):
         return config.condition_channels > 0
 
     def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
-        """Padded with zeros, which are seen."""
+        """Embed captions, padded with zeros, which the model attends to."""
         cleaned = [_cleaned(caption) for caption in captions]
         rows = encoder.encode(cleaned if negative is None else [*cleaned, _cleaned(negative)])
         context = torch.stack([nn.functional.pad(row, (0, 0, 0, self.length - len(row))) for row in rows])
@@ -186,7 +186,7 @@ class Wan(Published):
                 rows["image"] = tokens.expand(len(rows["context"]), -1, -1)
 
     def image_tokens(self, image: Tensor) -> Tensor | None:
-        """Those of the last layer but one of the folder's CLIP."""
+        """Embed an image by the last layer but one of the folder's CLIP."""
         config: Any = self.models[0].config
         if not config.image_channels:
             return None
@@ -214,7 +214,7 @@ class Wan(Published):
         return x, t.expand(len(x))
 
     def held(self, x: Tensor, prompt: Prompt) -> Tensor:
-        """Latents with the frame that is given, where a model takes it so."""
+        """Replace the first latent frame by the given one, for models that take a clean frame (``frame_times``)."""
         config: Any = self.models[0].config
         if prompt.start is None or not config.frame_times:
             return x
@@ -230,7 +230,8 @@ class Latte(Published):
     guidance, fps = 7.5, 8.0
 
     def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
-        """Its own tokens of each; the negative one is padded and cut to as many, as by LattePipeline clip by clip."""
+        """Embed captions without padding; the negative one is padded and cut to the same length, as LattePipeline does
+        for a single clip."""
         own = encoder.encode([caption.lower().strip() for caption in captions])
         told = _stacked(own)
         if negative is None:
@@ -249,7 +250,7 @@ class STDiT(Published):
         return config.version
 
     def captions(self, encoder: TextEncoder, captions: Sequence[str], negative: str | None) -> Prompt:
-        """Its own tokens of each; those of no caption are the weights' own, as many."""
+        """Embed captions without padding; the null caption is that of the weights, cut to the same length."""
         rows = encoder.encode([caption.strip() for caption in captions])
         if negative is None:
             return Prompt(_stacked(rows))
@@ -316,10 +317,10 @@ def _guided(
 def read(
     folder: Path, *, dtype: torch.dtype | None = None, sampler: str | None = None, shift: float | None = None
 ) -> Published:
-    """The transformers of a folder on the CPU, in a type (None: that in which the family is published to run).
+    """The transformers of a folder on the CPU, in `dtype` (None: the family's published type).
 
-    sampler: the class of another of diffusers' schedulers, made from the folder's settings; shift: of its noise levels.
-    A CodecError names what is not there, is damaged, or is of a family that is not known.
+    sampler: the class of another scheduler of diffusers, built with the folder's settings; shift: of its noise levels.
+    A CodecError names a missing or damaged file, or an unknown family.
     """
     folder = Path(folder)
     family, name = family_of(folder)
@@ -336,7 +337,7 @@ def read(
 
 
 def family_of(folder: Path) -> tuple[type[Published], str]:
-    """The family of a folder's transformer, and the class in its source; CodecError: none, or one not known."""
+    """The family of a folder's transformer, and its class in the source; CodecError: none, or an unknown one."""
     file = folder / "transformer" / "config.json"
     if not file.parent.is_dir():
         raise CodecError(f"{folder} is not the folder of a pipeline: there is no transformer/ in it")
@@ -358,10 +359,10 @@ FAMILIES: dict[str, type[Published]] = {
 def _transformer(
     folder: Path, name: str, dtype: torch.dtype, index: Mapping[str, Any]
 ) -> tuple[nn.Module, Tensor | None]:
-    """The model, and what its weights have for no caption."""
+    """The model, and the null caption of its weights, if any."""
     try:
         state = read_safetensors(folder)
-    except Exception as error:  # of safetensors there are several
+    except Exception as error:  # safetensors raises several kinds
         raise CodecError(f"{folder}: not readable as safetensors: {error}") from None
     state = {name: value.to(dtype) for name, value in state.items()}
     try:
@@ -379,7 +380,7 @@ def _transformer(
 
 
 def scheduler(folder: Path, name: str | None = None, shift: float | None = None) -> Any:
-    """diffusers' scheduler of a folder's scheduler_config.json; `name` of another class, with those settings."""
+    """diffusers' scheduler of a folder's scheduler_config.json; `name`: another class, with the same settings."""
     file = folder / "scheduler" / "scheduler_config.json"
     settings = _json(file) if file.is_file() else {}
     wanted = name or settings.get("_class_name")
@@ -415,12 +416,12 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _cleaned(caption: str) -> str:
-    """A caption as WanPipeline cleans it: entities of HTML resolved, runs of white space single."""
+    """A caption as WanPipeline cleans it: HTML entities resolved, runs of white space replaced by one space."""
     return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
 
 
 def _stacked(rows: Sequence[Tensor]) -> Rows:
-    """Embeddings [l, e] of captions as the arguments of a forward that masks the shorter ones."""
+    """Embeddings [l, e] of captions as arguments of a forward: padded, and a mask of the padding."""
     longest = max(map(len, rows))
     context = torch.stack([nn.functional.pad(row, (0, 0, 0, longest - len(row))) for row in rows])
     return {"context": context, "context_mask": torch.arange(longest) < torch.tensor([[len(row)] for row in rows])}

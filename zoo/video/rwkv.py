@@ -1,17 +1,17 @@
 """Spatial-temporal RWKV: a video diffusion model of RWKV-6 blocks (Finch, arXiv 2404.05892), over space and over time.
 
 A block is RWKV-6's: x += gate * time_mix(modulate(norm(x))), then the same with channel_mix; adaLN-Zero (DiT, section
-3.2) modulates both. Blocks over space go forward and backward in turn, and so do those over time, which leaves each of
-them RWKV-6 as it is published, at the cost of one scan (VisualRWKV, arXiv 2406.13362, scans images so). Widths and
+3.2) modulates both. Blocks over space alternate between forward and backward, and so do blocks over time; each block is
+then RWKV-6 as published, with a single scan (VisualRWKV, arXiv 2406.13362, scans images in the same manner). Widths and
 depths are those of Vision-RWKV (arXiv 2403.02308), each of its blocks once over space and once over time. Parameters,
-of latents of 4 channels:
+for latents of 4 channels:
 
     size   blocks  hidden   parameters
     B/2        24     768  279,617,296
     S/2        24     384   72,126,352
     L/2        48    1024  982,848,528
 
-Letters: b batch, n positions, c channels, h heads, e channels of a head, m what is mixed (w, k, v, r, g), r low rank.
+Letters: b batch, n positions, c channels, h heads, e channels of a head, m the five mixes (w, k, v, r, g), r low rank.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ SIZES: dict[str, dict[str, Any]] = {
 class Config(ScanConfig):
     head_dim: int = 64
     mlp_ratio: float = 3.5  # inner channels of channel_mix / hidden
-    mix_rank: int = 32  # of the low-rank map that says how much of the position before to mix in
-    decay_rank: int = 64  # of the one that says how fast the state decays
+    mix_rank: int = 32  # of the low-rank map to the share of the previous position that is mixed in
+    decay_rank: int = 64  # of the low-rank map to the decay of the state
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,14 +47,14 @@ class Config(ScanConfig):
 
 
 def to_previous(x: Tensor) -> Tensor:
-    """The token shift: from each position of (b n c) to the one before it, from the first to zero."""
+    """The token shift: the previous position minus each position of (b n c); zero precedes the first."""
     return F.pad(x, (0, 0, 1, -1)) - x
 
 
 class TimeMix(nn.Module):
-    """Linear attention whose decay, and whose mix of each position with the one before, depend on the data (section 4).
+    """Linear attention with data-dependent decay and mix of each position with the previous one (section 4).
 
-    (b n c) -> (b n c). It is ``layer`` of so many ``layers`` over space, or over time: for the initial weights alone.
+    (b n c) -> (b n c). ``layer`` and ``layers``, counted over space or over time, determine only the initial weights.
     """
 
     def __init__(self, dim: int, head_dim: int, mix_rank: int, decay_rank: int, layer: int, layers: int):
@@ -84,10 +84,10 @@ class TimeMix(nn.Module):
         return self.out(y * F.silu(self.gate(g)))
 
     def init_weights(self) -> None:
-        """As RWKV-LM's RWKV_Tmix_x060 and generate_init_weight, but for ``out``.
+        """Initialise as RWKV-LM's RWKV_Tmix_x060 and generate_init_weight do, except for ``out``.
 
-        Channels forget at different speeds, later layers sooner, and mix in less of what was before. ``out`` starts as
-        zero there; here the gate of adaLN-Zero does, and with both nothing would ever move.
+        Decay differs between channels. Later layers forget sooner and mix in less of the previous position. ``out``
+        starts at zero there; here the gate of adaLN-Zero does, and with both at zero neither would get a gradient.
         """
         depth, left = self.layer / max(1, self.layers - 1), 1 - self.layer / self.layers  # 0 to 1, 1 to almost 0
         mixed, more = (1 - channel_places(self.mix_first) ** (share * left) for share in (1, 0.5))
@@ -109,7 +109,7 @@ class TimeMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """A gated MLP of squared ReLUs on each position of (b n c) and the one before it."""
+    """A gated MLP of squared ReLUs on each position of (b n c) and the previous one."""
 
     def __init__(self, dim: int, inner: int, layer: int, layers: int):
         super().__init__()
@@ -124,7 +124,7 @@ class ChannelMix(nn.Module):
         return self.receptance(r).sigmoid() * self.value(F.relu(self.key(k)).square())
 
     def init_weights(self) -> None:
-        """As RWKV-LM's RWKV_CMix_x060, but for ``value`` and ``receptance``: zero there, and the gate's part here."""
+        """Initialise as RWKV-LM's RWKV_CMix_x060, except that ``value`` and ``receptance`` do not start at zero."""
         self.mix.copy_(1 - channel_places(self.mix[0]) ** (1 - self.layer / self.layers))
         for linear in (self.key, self.value, self.receptance):
             nn.init.orthogonal_(linear.weight)

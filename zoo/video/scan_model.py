@@ -1,9 +1,9 @@
-"""The video models of scans: residual blocks that scan each frame, or each patch through time, in turn.
+"""Video models of scans: residual blocks that scan the patches of each frame, or the frames of each patch.
 
-``order`` "st" alternates the two; "sst" scans space twice, then time. The models differ in their mixers.
+``order`` "st" alternates space and time; "sst" scans space twice, then time. The models differ in their mixers.
 
 Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, n positions of a scan, k what is left of a conditioning vector.
+channels, n positions of a scan, k channels of a conditioning vector or values of a patch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ from zoo.scan import full
 class ScanConfig:
     hidden: int = 768
     depth: int = 24  # blocks, each over space or over time
-    order: str = "st"  # what they go over: "st" or "sst", again and again
+    order: str = "st"  # or "sst": space and time as blocks scan them, repeated
     patch: tuple[int, int, int] = (1, 2, 2)
     in_channels: int = 4
     learn_sigma: bool = False  # twice the channels out: a mean and a variance (iddpm)
@@ -57,7 +57,7 @@ class ScanConfig:
 
 
 class Norm(nn.Module):
-    """Normalisation over c in the dtype of its input, then weight (and bias) in theirs: RMS, or with bias LayerNorm."""
+    """RMSNorm, or with bias LayerNorm, over c in the input's dtype; weight and bias are applied in their dtype."""
 
     def __init__(self, dim: int, eps: float = 1e-5, bias: bool = False):
         super().__init__()
@@ -77,10 +77,10 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """x (b t s c) += gate * mixer(modulate(norm(x))), for one mixer (b n c) after the other.
+    """x (b t s c) += gate * mixer(modulate(norm(x))), for each mixer (b n c) in turn, modulated by adaLN-Zero.
 
-    They run over the patches of every frame (``over="s"``) or over the frames of every patch ("t"), in ``reverse`` from
-    the last to the first. adaLN-Zero modulates them.
+    Mixers run over the patches of every frame (``over="s"``) or over the frames of every patch ("t"); with ``reverse``
+    from the last to the first.
     """
 
     def __init__(self, dim: int, over: str, norms: Sequence[Norm], mixers: Sequence[nn.Module], reverse: bool = False):
@@ -105,9 +105,9 @@ class ScanModel(nn.Module):
     """``forward(x, timestep, label=None)``
 
     x (b i t h w), timestep (b) on the scale 0 to 1000, label (b) with ``num_classes`` -> (b o t h w). Any number of
-    frames, of any size. Residuals are float32 where weights are half precision.
+    frames, of any size. Residuals are float32 if weights are half precision.
 
-    ``block(over, index)`` builds the block of that index among those over space ("s") or time ("t").
+    ``block(over, index)`` builds one block; the index counts blocks over space ("s") or over time ("t").
     """
 
     def __init__(self, config: ScanConfig, block: Callable[[str, int], Block]):
@@ -151,8 +151,8 @@ class ScanModel(nn.Module):
     def init_weights(self) -> None:
         """Initialise every parameter in place, after ``to_empty`` too: mixers as their papers do, the rest as DiT does.
 
-        Linear layers Xavier, biases zero; embeddings at std 0.02. The final layer and adaLN-Zero's linear layers, so
-        all gates, start as nothing.
+        Linear layers Xavier, biases zero; embeddings at std 0.02. The final layer and adaLN-Zero's linear layers, and
+        with them all gates, start at zero.
         """
         init_linear(self.embed)
         init_linear(self.t_embed)

@@ -9,15 +9,15 @@ Published sizes; parameters with 4 latent channels in, 8 out and text of 4096 ch
     v3-3B/2      28     1872     26    3,182,211,536   1.2
 
 ``v1``: a layer is modulated spatial attention, temporal attention on the plain residual behind the same gate, attention
-to text, one modulated MLP; sincos tables for places and frames. ``v2``: the temporal attention has a norm, a modulation
-and rotary positions of its own, queries and keys are normalised after the rotation; the model is told size, aspect
-ratio, length and frame rate, and stretches its spatial positions over the pixels. ``v3``: a layer is two whole blocks,
-spatial and temporal, with text in both; queries and keys are normalised before the rotation; of the sizes the
-conditioning keeps the frame rate. From v2 on some frames may be given as clean (``x_mask``): they are modulated as at
-timestep 0, and training leaves them out of the loss.
+to text, one modulated MLP; sincos tables for places and frames. ``v2``: the temporal attention has its own norm,
+modulation and rotary positions; queries and keys are normalised after the rotation. Size, aspect ratio, length and
+frame rate are conditions, and spatial positions stretch over the pixels. ``v3``: a layer is two complete blocks,
+spatial and temporal, with text in both; queries and keys are normalised before the rotation; only the frame rate
+remains a condition. From v2 on, frames may be given clean (``x_mask``): they are modulated as at timestep 0, and the
+training loss leaves them out.
 
 Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, l text tokens, k what is left of a conditioning vector.
+channels, l text tokens, k values of a patch, channels of a conditioning vector or rows of a modulation.
 """
 
 import math
@@ -60,7 +60,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "test": {"hidden": 48, "depth": 2, "heads": 4, "caption_channels": 20},
 }
 
-TOLD: dict[str, tuple[str, ...]] = {  # what a version is told of the video, each (b)
+TOLD: dict[str, tuple[str, ...]] = {  # the inputs of each version that describe the video, each (b)
     "v1": (),
     "v2": ("num_frames", "height", "width", "ar", "fps"),
     "v3": ("height", "width", "fps"),
@@ -71,7 +71,7 @@ TOLD: dict[str, tuple[str, ...]] = {  # what a version is told of the video, eac
 class Config(VideoConfig):
     version: str = "v3"
     depth: int = 28  # layers, of two stages each
-    kv_heads: int | None = None  # heads of keys and values in self-attention; None is as many as there are heads
+    kv_heads: int | None = None  # heads of keys and values in self-attention; None: equal to heads
     learn_sigma: bool = True  # twice the channels out: rectified flow, the objective of v3, ignores the second half
     caption_channels: int = 4096  # of the text encoder (T5)
     input_sq_size: int = 512  # v2, v3: side in pixels of the square frames that positions are stretched over
@@ -109,8 +109,9 @@ class Spatial(nn.Module):
 class Temporal(nn.Module):
     """Attention across frames, attention to text, modulated MLP.
 
-    The modulation of v2 has three rows for the attention across frames. v1 has none: there it reads the plain residual,
-    behind the spatial gate. ``time_scale`` adds the table of frame numbers to what it reads, in v1's first layer.
+    The modulation of v2 has three rows for the attention across frames. v1 has none: there this attention reads the
+    plain residual, behind the spatial gate. ``time_scale``, set in v1's first layer, adds the table of frame positions
+    to its input.
     """
 
     def __init__(self, dim: int, heads: int, text: bool, time_scale: float | None = None, **options: Any):
@@ -142,7 +143,7 @@ class Temporal(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer of v1 or, where ``table`` has the three rows more, of v2: two stages that share one modulation."""
+    """A layer of v1 (``table`` of 6 rows) or v2 (9 rows): two stages that share one modulation."""
 
     def __init__(self, table: ScaleShiftTable, spatial: Spatial, temporal: Temporal):
         super().__init__()
@@ -189,9 +190,9 @@ def make_layer(config: Config, first: bool) -> Layer | Pair:
 
 
 class Told(nn.Module):
-    """The conditions of the video, added to the timestep's embedding: (b c) over space, (b c) over time.
+    """Embeddings of the video's conditions, to add to the timestep's: (b c) for space, (b c) for time.
 
-    v2: height, width and aspect ratio over space, length and frame rate over time. v3: the frame rate over both.
+    v2: height, width and aspect ratio for space, length and frame rate for time. v3: the frame rate for both.
     """
 
     def __init__(self, dim: int, version: str):
@@ -214,11 +215,11 @@ class STDiT(nn.Module):
 
     x (b i t h w), timestep (b) on the scale 0 to 1000, context (b l caption_channels) and context_mask (b l, True for
     tokens to be seen) -> (b o t h w). Any number of frames; frames of any size. v2 and v3 take x_mask (b t), False for
-    frames that are given clean, and what they are told of the video, each (b): height and width in pixels, fps (120
-    stands for an image), v2 also num_frames of the video and ar, its aspect ratio.
+    frames that are given clean, and the video's conditions, each (b): height and width in pixels, fps (120 stands for
+    an image), v2 also num_frames of the video and ar, its aspect ratio.
 
     The published code stretches the positions of a whole batch over the height and width of its first sample; here each
-    sample has its own.
+    sample uses its own height and width.
     """
 
     def __init__(self, config: Config):
@@ -275,7 +276,7 @@ class STDiT(nn.Module):
         if x_mask is not None:
             clean_t = self.t_embed(torch.zeros_like(timestep))
             clean, clean_t = self.condition(clean_t + space, clean_t + time), clean_t + space
-        if version != "v2":  # whose last layer is told the sizes for the clean frames alone
+        if version != "v2":  # v2's last layer is conditioned on the sizes for clean frames only
             t = t + space
         context = self.caption(context.to(t.dtype))
 
@@ -286,17 +287,17 @@ class STDiT(nn.Module):
         return unpatchify(self.final(x, t, clean_t, x_mask), self.config.patch, size)
 
     def condition(self, space: Tensor, time: Tensor) -> Tensor:
-        """The modulation (b k) that each layer adds its own table to; in v2 over space, then over time."""
+        """The modulation (b k), to which each layer adds its table; in v2 that of space, then that of time."""
         cond = self.t_block(F.silu(space))
         if self.t_block_temporal is not None:
             cond = torch.cat([cond, self.t_block_temporal(F.silu(time))], dim=-1)
         return cond
 
     def stride(self, size: tuple[int, int], timestep: Tensor, height: Tensor | None, width: Tensor | None) -> Tensor:
-        """How far apart the positions of rows and of columns are (b 2).
+        """The distance of neighbouring positions, of rows and of columns (b 2).
 
-        From v2 on the patches fill a square, whose side grows as the root of their number and shrinks as that of the
-        pixels of (height, width).
+        From v2 on, positions fill a square. Its side is proportional to the root of the number of patches, over the
+        root of the number of pixels of (height, width).
         """
         if height is None or width is None:
             stride = torch.tensor([1 / self.config.space_scale], dtype=torch.float64, device=timestep.device)
@@ -310,7 +311,7 @@ class STDiT(nn.Module):
         """Initialise every parameter in place, after ``to_empty`` too, as Open-Sora 1.0 does.
 
         Xavier, biases zero; embeddings at std 0.02; scale-shift tables at std 1/sqrt(hidden). Temporal attention,
-        attention to text and the final layer start as nothing. (Open-Sora 1.2 starts from an image model instead.)
+        attention to text and the final layer start at zero. (Open-Sora 1.2 starts from an image model instead.)
         """
         init_linear(self)
         for module in self.modules():
@@ -335,7 +336,7 @@ class STDiT(nn.Module):
     ) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device; lengths in latent cells and text tokens.
 
-        The first sample's frames are all noised, the second's begin with a clean one, and so on.
+        Sample i begins with i clean frames, modulo their number.
         """
         config = self.config
         inputs = video_inputs(batch, config.in_channels, frames, height, width, 0, (tokens, config.caption_channels))
@@ -349,11 +350,11 @@ class STDiT(nn.Module):
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> STDiT:
-    """Build the model that a state dict of Open-Sora's STDiT, STDiT2 or STDiT3 is of, and load its weights.
+    """Build the model of a state dict of Open-Sora's STDiT, STDiT2 or STDiT3, and load its weights.
 
-    The number of heads, of v1 alone, is that of the published size unless given; ``space_scale`` and ``time_scale`` of
-    v1 too have to be given if they are not 1. The null caption of classifier-free guidance, which these models only
-    store, stays in the state dict: ``y_embedder.y_embedding`` (l caption_channels) is a ``context`` like any other.
+    For v1, the number of heads is that of the published size unless given; ``space_scale`` and ``time_scale`` have to
+    be given if they are not 1. The null caption of classifier-free guidance, which these models only store, stays in
+    the state dict: ``y_embedder.y_embedding`` (l caption_channels) is a ``context`` like any other.
     """
     version = "v2" if "t_block_temp.1.weight" in state else "v1"
     version = "v3" if any(name.startswith("spatial_blocks.") for name in state) else version
@@ -388,13 +389,13 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> STDiT:
 
 
 def open_sora_names(name: str, version: str) -> list[str]:
-    """The Open-Sora parameters that one of ours is made of, to be stacked along dim 0."""
+    """The Open-Sora parameters that make up one of ours, to be stacked along dim 0."""
     parts = re.fullmatch(r"blocks\.(\d+)\.(.+?)(\.weight|\.bias|)", name)
     if parts is None:
         layer, dot, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
         return [OPEN_SORA[layer] + dot + suffix]
     i, layer, suffix = parts.groups()
-    if layer == "modulation.table":  # of v1 and v2, where both stages share it
+    if layer == "modulation.table":  # v1 and v2, whose two stages share it
         tables = ["scale_shift_table", "scale_shift_table_temporal"] if version == "v2" else ["scale_shift_table"]
         return [f"blocks.{i}.{table}" for table in tables]
     kind, layer = layer.split(".", 1)

@@ -26,7 +26,7 @@ from zoo.video.pretrained import CodecError, image_processor, library
 
 __all__ = ["AUTOENCODERS", "PIPELINES", "fit", "save_autoencoder", "save_pipeline", "save_text_encoder"]
 
-# The smallest of each class; the video ones with the factors of those that are published
+# The smallest configuration of each class; video autoencoders have the factors of the published ones
 AUTOENCODERS: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {
         "down_block_types": ["DownEncoderBlock2D"] * 3,
@@ -86,7 +86,7 @@ LATTE: dict[str, Any] = {
     "norm_elementwise_affine": False, "norm_eps": 1e-6,
 }  # fmt: skip
 UNIPC: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-# class of a pipeline, its transformers, autoencoder, scheduler, and what model_index.json says besides
+# class of a pipeline, its transformers, autoencoder, scheduler, and further entries of model_index.json
 PIPELINES: dict[str, tuple[str, list[dict[str, Any]], str, tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "wan": ("WanPipeline", [WAN], "AutoencoderKLWan", ("UniPCMultistepScheduler", UNIPC), {}),
     "wan-2.2": (
@@ -147,7 +147,7 @@ def save_autoencoder(folder: Path, name: str = "AutoencoderKL", *, seed: int = 0
 
 
 def save_text_encoder(folder: Path, *, channels: int = 64, seed: int = 0, kind: str = "T5") -> None:
-    """Write a random T5 or UMT5 to `folder`/text_encoder, and to `folder`/tokenizer a tokenizer of bytes."""
+    """Write a random T5 or UMT5 to `folder`/text_encoder, and a byte tokenizer to `folder`/tokenizer."""
     transformers, tokenizers = library("transformers"), library("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *alphabet])}
@@ -166,10 +166,10 @@ def save_text_encoder(folder: Path, *, channels: int = 64, seed: int = 0, kind: 
 def fit(
     folder: Path, clips: Path, *, steps: int = 600, side: int = 64, batch: int = 8, report: Callable[[str], Any] = print
 ) -> float:
-    """Train the AutoencoderKL at `folder` on frames of the videos under `clips`; the mean absolute error at the end.
+    """Train the AutoencoderKL at `folder` on frames of the videos under `clips`; return the final mean absolute error.
 
-    Squares of `side` pixels; L1 loss and a little KL divergence. Then its shift_factor and scaling_factor are set so
-    that latents have mean 0 and variance 1.
+    Frames are squares of `side` pixels; the loss is L1 and a little KL divergence. Then shift_factor and scaling_factor
+    are set so that latents have mean 0 and variance 1.
     """
     module = library("diffusers").AutoencoderKL.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     pixels = _squares(clips, side)
@@ -198,7 +198,7 @@ def fit(
 
 
 def _squares(clips: Path, side: int) -> Tensor:
-    """Squares [n, 3, side, side], uint8, out of frames all along the videos."""
+    """Squares [n, 3, side, side], uint8, from frames throughout the videos, in random order."""
     data = VideoFolder(clips, frames=1, height=side, width=side)
     count = max(16, 1024 // len(data))
     frames = [data.clip(i, epoch)["x"][:, 0] for i in range(len(data)) for epoch in range(count)]
@@ -210,7 +210,7 @@ def _squares(clips: Path, side: int) -> Tensor:
 
 
 def _random(build: Callable[[], Any], seed: int) -> Any:
-    """A module with weights of this seed; the global generator stays as it was."""
+    """A module with random weights of this seed; the global generator is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build().eval()

@@ -1,8 +1,8 @@
 """Transformer-2D, the model of the DSP paper (Zhao et al., ICML 2025, arXiv 2403.10266, equation 8 and appendix A).
 
-A video diffusion transformer whose layers compute over space and then over time. The paper gives it in words (A.1: two
-whole blocks a layer, without Open-Sora's cross attention) and in sizes (table 5), and the two do not meet, so here are
-both readings. Parameters, with 4 latent channels in and out:
+A video diffusion transformer whose layers compute over space and then over time. The paper describes the model in words
+(A.1: two complete blocks a layer, without Open-Sora's cross attention) and in sizes (table 5). The two descriptions
+disagree, so both readings are here. Parameters, with 4 latent channels in and out:
 
     size    layers  hidden  heads   block="paper"    block="stdit"
     720m      28     1152     16      902,415,760      759,602,320
@@ -11,11 +11,11 @@ both readings. Parameters, with 4 latent channels in and out:
 ``block="paper"`` follows the words. Each layer is a spatial and a temporal block, attention + MLP, 24 hidden^2 in all,
 modulated by adaLN-single (Open-Sora's kind; the paper names none). ``block="stdit"`` follows the names: the layer of
 Open-Sora 1.0 (STDiT), 20 hidden^2 with text and 16 without, is modulated spatial attention, temporal attention on the
-plain residual behind the same gate, attention to text, and one modulated MLP. Table 5 prints 2038 for the hidden size
-of 3b, which 32 heads do not divide: 2048. ``low_rank`` makes the spatial attention Linformer's, for very large frames.
+plain residual behind the same gate, attention to text, and one modulated MLP. Table 5 prints a hidden size of 2038 for
+3b, which 32 heads do not divide; it is 2048 here. ``low_rank`` makes spatial attention Linformer's, for huge frames.
 
 Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, l text tokens, k what is left of a conditioning vector.
+channels, l text tokens, k values of a patch, channels of a conditioning vector or rows of a modulation.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Config(VideoConfig):
     block: str = "paper"  # or "stdit"
     num_classes: int | None = None  # class-conditional: label num_classes is the null class of classifier-free guidance
     caption_channels: int | None = None  # of the text, 0 for none; None is 4096 (T5) with "stdit" and 0 with "paper"
-    low_rank: tuple[int, int] | None = None  # spatial attention to so many sums of keys, of up to so many patches
+    low_rank: tuple[int, int] | None = None  # spatial attention to (rank) sums of keys, over at most (n) patches
 
     def __post_init__(self) -> None:
         if self.low_rank is not None:
@@ -73,7 +73,7 @@ class Config(VideoConfig):
 
 
 class PaperLayer(nn.Module):
-    """Two whole blocks, one over space and one over time (appendix A.1, figure 10)."""
+    """Two complete blocks, one over space and one over time (appendix A.1, figure 10)."""
 
     def __init__(self, dim: int, heads: int, first: bool, low_rank: tuple[int, int] | None):
         super().__init__()
@@ -90,7 +90,7 @@ class Transformer2D(nn.Module):
 
     x (b i t h w), timestep (b) on the scale 0 to 1000, label (b) with ``num_classes``, context (b l caption_channels)
     and context_mask (b l, True for tokens to be seen) with ``caption_channels`` -> (b o t h w). Any number of frames;
-    frames of any size, or with ``low_rank`` of up to as many patches as it says.
+    frames of any size, with ``low_rank`` of at most its number of patches.
     """
 
     def __init__(self, config: Config):
@@ -162,8 +162,7 @@ class Transformer2D(nn.Module):
         """Initialise every parameter in place, after ``to_empty`` too, as PixArt-alpha and Open-Sora 1.0 do.
 
         Xavier, biases zero; the embedding MLPs at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer
-        and, in the stdit block, temporal and text attention start as nothing. Attention of low rank has a start of its
-        own.
+        and, in the stdit block, temporal and text attention start at zero. Low-rank attention initialises itself.
         """
         init_linear(self)
         for mlp in filter(None, (self.t_embed.mlp, self.caption)):

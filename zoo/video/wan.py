@@ -5,29 +5,29 @@ Published sizes; parameters with text of 4096 channels (UMT5-XXL), 512 tokens of
     size        blocks  hidden  heads     MLP    parameters   published as
     1.3B          30     1536     12     8960   1,418,996,800  2.1 T2V
     14B           40     5120     40    13824  14,288,491,584  2.1 T2V; each of the two experts of 2.2 T2V
-    i2v-14B       40     5120     40    13824  16,394,878,784  2.1 I2V: also told CLIP's tokens of the first frame
+    i2v-14B       40     5120     40    13824  16,394,878,784  2.1 I2V: attends to CLIP's tokens of the first frame
     i2v-2.2-14B   40     5120     40    13824  14,288,901,184  each of the two experts of 2.2 I2V
     ti2v-5B       30     3072     24    14336   4,999,787,712  2.2: a timestep for each frame, 48 latent channels
 
 A block is modulated self-attention over the clip, attention to text behind a LayerNorm with weights, a modulated MLP.
 Queries and keys of both attentions have an RMSNorm over the channels of all heads together; those of self-attention
-are then rotated by their frame, row and column, each of which has a third of a head's channels. One linear layer turns
-the timestep into the modulation of all blocks, to which each adds a table of its own.
+are then rotated by frame, row and column, each with a third of a head's channels. One linear layer computes the
+modulation of all blocks from the timestep; each block adds its own table.
 
-No dim of the sequence stays apart in self-attention, but its heads do: what comes before it, itself and what follows it
-are three stages. The tokens of a clip are one dim, shared out evenly whatever the number of frames.
+Self-attention is over the whole sequence; only its heads are independent. The layers before it, self-attention and the
+layers after it are therefore three stages. The tokens of a clip are one dim, sharded evenly for any number of frames.
 
-A clip goes on from an image in three ways: the image's latent and a mask are further channels of ``x``
-(``condition_channels``, not among those that come out), its CLIP tokens are attended to beside the text
-(``image_channels``), or its frame is given clean, at timestep 0 (``frame_times``).
+A clip continues from an image in three ways: the image's latent and a mask are further input channels
+(``condition_channels``, which have no output), attention is to the image's CLIP tokens too (``image_channels``), or the
+image is a clean frame at timestep 0 (``frame_times``).
 
-``from_reference`` loads diffusers' WanTransformer3DModel. Norms and modulation run in the type of the weights, where
-that one takes float32. The velocity is noise - x, as published: ``flow_sign`` tells objectives and samplers. Not here:
-a last frame as condition beside the first (2.1 FLF2V).
+``from_reference`` loads diffusers' WanTransformer3DModel. Norms and modulation run in the type of the weights; in
+diffusers they run in float32. The velocity is noise - x, as published; objectives and samplers read ``flow_sign``. Not
+here: a last frame as a condition in addition to the first (2.1 FLF2V).
 
-Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h its heads, n places in
+Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h heads, n places in
 the video (frame by frame, row by row), c hidden channels, e channels of a head, l tokens of text, j tokens of an image,
-k the values of a patch or what is left of a conditioning vector.
+k values of a patch or rows of a modulation.
 """
 
 import math
@@ -93,10 +93,10 @@ class Config(VideoConfig):
     heads: int = 12
     mlp: int = 8960  # channels inside the MLP
     in_channels: int = 16
-    condition_channels: int = 0  # of in_channels, those that are not denoised: a mask, and the latent of an image
+    condition_channels: int = 0  # the channels among in_channels that are not denoised: a mask and an image's latent
     caption_channels: int = 4096  # of the text encoder (UMT5)
-    image_channels: int = 0  # of the image encoder (CLIP), whose tokens are attended to beside the text; 0 for none
-    frame_times: bool = False  # every frame has a timestep of its own
+    image_channels: int = 0  # of the image encoder (CLIP), whose tokens are attended to like text; 0 for none
+    frame_times: bool = False  # every frame has its own timestep
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +108,7 @@ class Config(VideoConfig):
 
 
 class Queries(nn.Module):
-    """The modulated stream (b n c) as queries, keys and values (b n h e): normed over all heads, then rotated."""
+    """Queries, keys and values (b n h e) of a modulated stream (b n c): q and k normed over all heads, then rotated."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -125,7 +125,7 @@ class Queries(nn.Module):
 
 
 class ImageAttention(CrossAttention):
-    """Attention to text and, with the same queries, to an image (b j c) by keys and values of its own."""
+    """Attention to text and, with the same queries but its own keys and values, to an image (b j c)."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__(dim, heads, qk_norm=True)
@@ -188,8 +188,8 @@ class Wan(nn.Module):
     """``forward(x, timestep, context, context_mask=None, image=None)``
 
     x (b i t y x), timestep (b) on the scale 0 to 1000, or (b t) with ``frame_times``, context (b l caption_channels),
-    context_mask (b l, False for tokens that are zeros: a caption shorter than its row is padded with zeros, which are
-    seen), image (b j image_channels) with ``image_channels`` -> (b o t y x). Any number of frames; frames of any size.
+    context_mask (b l, False for padding: these tokens are set to zero and are attended to),
+    image (b j image_channels) with ``image_channels`` -> (b o t y x). Any number of frames; frames of any size.
     """
 
     flow_sign = -1  # the velocity is noise - x
@@ -254,7 +254,7 @@ class Wan(nn.Module):
         return unpatchify(x, self.config.patch, (size[0], size[1]))
 
     def positions(self, t: int, y: int, x: int, device: torch.device) -> Tensor:
-        """The angles of all places of t frames of y rows and x columns of patches: sines, then cosines (n e), fp32."""
+        """The rotation at each place of t frames of y x patches: sines, then cosines of the angles (n e), float32."""
         size = self.config.hidden // self.config.heads
         side = 2 * (size // 6)
         frames, down, right = (
@@ -272,8 +272,8 @@ class Wan(nn.Module):
     def init_weights(self) -> None:
         """Initialise every parameter in place, after ``to_empty`` too, as Wan does.
 
-        Xavier in every matrix, those of queries, keys and values each by itself; biases zero; the MLPs of timestep and
-        text at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer starts as nothing.
+        Xavier in every matrix, separately for queries, keys and values; biases zero; the MLPs of timestep and text at
+        std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer starts at zero.
         """
         init_linear(self)
         for mlp in (self.t_embed.mlp, self.caption):
@@ -296,7 +296,7 @@ class Wan(nn.Module):
         """Random inputs of the forward, by name, on the default device; lengths in latent cells and text tokens."""
         text, channels = (tokens, self.config.caption_channels), self.config.image_channels
         inputs = video_inputs(batch, self.config.in_channels, frames, height, width, text=text)
-        if self.config.frame_times:  # the first frame is given
+        if self.config.frame_times:  # the first frame is clean
             inputs["timestep"] = inputs["timestep"][:, None] * (torch.arange(frames) > 0)
         return inputs | ({"image": torch.randn(batch, tokens + 2, channels)} if channels else {})
 
@@ -304,8 +304,8 @@ class Wan(nn.Module):
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
     """Build the model of diffusers' WanTransformer3DModel from its state dict.
 
-    Heads are taken to be 128 channels wide, and 48 latent channels those of Wan 2.2's 5B, which has a timestep for each
-    frame, as in all that was published: ``heads`` and ``frame_times`` override it.
+    As in all published models, heads have 128 channels, and 48 latent channels mean Wan 2.2's 5B, with a timestep for
+    each frame: ``heads`` and ``frame_times`` override these assumptions.
     """
     if missing := [name for name in (NAMES["embed"] + ".weight", NAMES["caption.up"] + ".weight") if name not in state]:
         raise ValueError(f"not diffusers' Wan: no {', '.join(missing)}")
@@ -334,9 +334,9 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
 
 
 def from_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any], frame_times: bool | None = None) -> Wan:
-    """Build the model of a WanTransformer3DModel of this config, and load its weights.
+    """Build the model of a WanTransformer3DModel with this config, and load its weights.
 
-    frame_times: what its pipeline says as ``expand_timesteps``; None: by the number of latent channels.
+    frame_times: ``expand_timesteps`` of its pipeline; None: determined by the number of latent channels.
     """
     found = diffusers_config(config)
     model = Wan(found if frame_times is None else replace(found, frame_times=frame_times))
@@ -345,7 +345,7 @@ def from_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any], frame
 
 
 def diffusers_config(config: Mapping[str, Any]) -> Config:
-    """The Config of a WanTransformer3DModel's config; ValueError if that one differs in more than sizes."""
+    """The Config of a WanTransformer3DModel's config; ValueError if the latter differs in more than sizes."""
     fixed = {
         "freq_dim": 256, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6,
         "pos_embed_seq_len": None,
@@ -369,7 +369,7 @@ def diffusers_config(config: Mapping[str, Any]) -> Config:
 
 
 def to_diffusers(model: Wan, frames: int = 0) -> Any:
-    """diffusers' `WanTransformer3DModel` with the model's weights; it takes clips of any number of frames."""
+    """diffusers' `WanTransformer3DModel` with the model's weights, for clips of any number of frames."""
     from diffusers import WanTransformer3DModel
 
     c = model.config
@@ -384,7 +384,7 @@ def to_diffusers(model: Wan, frames: int = 0) -> Any:
 
 
 def diffusers_names(name: str) -> list[str]:
-    """The diffusers parameters that one of ours is made of, to be stacked along dim 0."""
+    """The diffusers parameters that make up one of ours, to be stacked along dim 0."""
     block, i, layer = re.fullmatch(r"(?:(blocks)\.(\d+)\.)?(.+)", name).groups()  # type: ignore[union-attr]
     layer, dot, suffix = layer.rpartition(".") if layer.endswith((".weight", ".bias")) else (layer, "", "")
     if block is None:

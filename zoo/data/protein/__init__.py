@@ -1,1 +1,1 @@
-"""Proteins as training data: structures and alignments from files, records of them, and what a model is trained on."""
+"""Proteins as training data: structures and alignments from files, records of proteins, and training examples."""

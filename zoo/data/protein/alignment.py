@@ -1,11 +1,11 @@
 """Multiple sequence alignments from A3M, FASTA and Stockholm files, plain or gzipped.
 
-What counts is the first sequence, the query: columns in which it has no residue are taken out, and what a row has there
-is counted before the next column (`deletions`, as AlphaFold's features have it). In A3M such residues are lowercase.
+The first sequence is the query. Columns without a residue of the query are removed; the number of a row's residues in
+them is kept at the next column (`deletions`, as in AlphaFold's features). In A3M such residues are lowercase.
 
-An A3M file may be of a complex. ColabFold's begins with the lengths of its chains and the number of copies of each, as
-`#70,30<tab>1,2`; its rows go over all chains, one after another, and a row with residues in several of them is paired.
-MMseqs2's servers end the rows of a chain with a null byte.
+An A3M file may describe a complex. ColabFold's begins with the lengths of the chains and the number of copies of each,
+as `#70,30<tab>1,2`; its rows span all chains in sequence, and a row with residues in several chains is paired. Servers
+of MMseqs2 end the rows of a chain with a null byte.
 """
 
 import os
@@ -27,7 +27,7 @@ from zoo.data.protein.record import GAP, LETTERS, encode
 
 __all__ = ["SUFFIXES", "Alignment", "describe_difference", "read_alignment", "species_of"]
 
-MOST_PARTS = 10_000  # of a row in a Stockholm file
+MOST_PARTS = 10_000  # most parts of a row in a Stockholm file
 SUFFIXES = (".a3m", ".fasta", ".fa", ".afa", ".fas", ".sto", ".stockholm", ".sth")
 
 
@@ -35,16 +35,16 @@ SUFFIXES = (".a3m", ".fasta", ".fa", ".afa", ".fas", ".sto", ".stockholm", ".sth
 class Alignment:
     """Rows over the residues of a query, which is row 0. Letters: s rows, r residues of the query.
 
-    Of a complex the query is that of all its different chains, one after another. `mates` are what rows of several
-    chains that belong together share; None where the names of their species tell.
+    The query of a complex is the sequence of all its different chains in a row. `mates`: rows of different chains with
+    the same mate belong together; None: rows of the same species do, by their names.
     """
 
     names: tuple[str, ...]  # with their descriptions
     msa: np.ndarray  # [s, r] uint8, indices into LETTERS
-    deletions: np.ndarray  # [s, r] residues left out just before this one, uint16
+    deletions: np.ndarray  # [s, r] number of residues left out just before this one, uint16
     source: str
-    lengths: tuple[int, ...] = ()  # of the chains; () for one
-    copies: tuple[int, ...] = (1,)  # of each
+    lengths: tuple[int, ...] = ()  # of the chains; () for a single chain
+    copies: tuple[int, ...] = (1,)  # of each chain
     mates: tuple[str | None, ...] | None = None
 
     @property
@@ -55,7 +55,7 @@ class Alignment:
         return species_of(self.names[row]) if self.mates is None else self.mates[row]
 
     def chains(self) -> list["Alignment"]:
-        """An alignment for each chain, of the rows that have a residue there."""
+        """One alignment for each chain, with the rows that have a residue in the chain."""
         if len(self.lengths) < 2:
             return [self]
         found, start = [], 0
@@ -71,9 +71,9 @@ class Alignment:
 
 
 def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, max_rows: int = 1_000_000) -> Alignment:
-    """The alignment in a file, whose suffix says the format: .a3m, .fasta (.fa, .afa, .fas) or .sto (.stockholm, .sth).
+    """The alignment in a file, with the format by suffix: .a3m, .fasta (.fa, .afa, .fas) or .sto (.stockholm, .sth).
 
-    Raises ValueError with the file's name and the row that is wrong: no rows, rows of unequal length, strange letters.
+    A ValueError names the file and the row at fault: no rows, rows of unequal length, invalid letters.
     """
     suffix = Path(str(path).removesuffix(".gz")).suffix.lower()
     text = read_text(path, max_bytes=max_bytes, nulls=suffix == ".a3m")
@@ -90,7 +90,7 @@ def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, 
 
 
 class Block(NamedTuple):
-    """Rows of one query: their names, letters [s, r] and residues left out before each [s, r]."""
+    """Rows of one query: their names, letters [s, r] and the number of residues left out before each [s, r]."""
 
     names: tuple[str, ...]
     msa: np.ndarray
@@ -108,7 +108,7 @@ def _block(text: str, suffix: str, max_rows: int) -> Block:
 
 
 def _unmasked(rows: list[str]) -> list[str]:
-    """Rows whose query is in capitals: in lowercase, all of it or some, it is masked and no insertion."""
+    """Rows with the query in capitals, if its lowercase letters are masked residues rather than insertions."""
     query = rows[0]
     if not re.search("[a-z]", query):
         return rows
@@ -119,7 +119,7 @@ def _unmasked(rows: list[str]) -> list[str]:
 
 
 def _joined(blocks: Sequence[Block]) -> Block:
-    """Blocks of one query as one, which has it once."""
+    """One block of several with the same query, which is kept once."""
     first, *others = blocks
     names = (*first.names, *(name for block in others for name in block.names[1:]))
     msa, deletions = (
@@ -130,7 +130,7 @@ def _joined(blocks: Sequence[Block]) -> Block:
 
 
 def _head(text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The lengths of the chains of a complex, and how many copies there are of each, where a file begins with them."""
+    """The lengths of a complex's chains and the number of copies of each, if the file begins with them."""
     found = re.match(r"#(\d+(?:,\d+)*)[ \t]+(\d+(?:,\d+)*)\s*\n", text)
     if found is None:
         return None
@@ -141,7 +141,7 @@ def _head(text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def _complex(blocks: Sequence[Block], head: tuple[tuple[int, ...], tuple[int, ...]] | None, source: str) -> Alignment:
-    """The chains of a file, one after another."""
+    """The alignment over all chains of a file in sequence."""
     if len(blocks) == 1:
         block = blocks[0]
         if head is None:
@@ -184,7 +184,7 @@ def _stockholm(text: str) -> tuple[list[str], list[str]]:
         raise ValueError(f"one row is in {most} parts, and the limit is {MOST_PARTS}")
     try:
         records = list(AlignIO.read(StringIO(text), "stockholm"))
-    except Exception as error:  # whatever it stumbles over
+    except Exception as error:  # the parser may raise any kind
         raise ValueError(f"not a readable Stockholm file: {error}") from error
     return [f"{r.id} {r.description}" if r.description != r.id else r.id for r in records], [
         str(r.seq) for r in records
@@ -195,7 +195,7 @@ _LOWER, _SKIP = 254, 253
 
 
 def _classes(rows: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The class of each character of all rows, one row after another; and the row that each belongs to."""
+    """The class of each character of all rows, in sequence, and the row of each character."""
     raw = "".join(rows).encode("latin-1", "replace")
     letters = np.frombuffer(raw, np.uint8)
     classes = encode(raw)
@@ -223,7 +223,7 @@ def _a3m(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.ndar
 
 
 def _aligned(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of equal length, insertions included, as in FASTA and Stockholm; `.` is a gap as `-` is."""
+    """Rows of equal length, insertions included, as in FASTA and Stockholm; `.` is a gap like `-`."""
     lengths = np.array([len(row) for row in rows])
     _refuse_unequal(names, lengths)
     rows = [row.upper().replace(".", "-") for row in rows]
@@ -234,7 +234,7 @@ def _aligned(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.
 
 
 def _of_query(names: Sequence[str], classes: np.ndarray, left_out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The columns [s, r] in which the query has a residue; what rows have in the others counts as left out."""
+    """The columns [s, r] with a residue of the query; residues of rows in other columns count as left out."""
     kept = classes[0] != GAP
     if not kept.any():
         raise ValueError(f"its first row ({_short(names[0])}) is nothing but gaps, and it is the query")
@@ -257,7 +257,7 @@ def _short(name: str) -> str:
 
 
 def species_of(name: str) -> str | None:
-    """The species that the description of a row names: UniRef's TaxID=, UniProt's OX= or the end of its entry name."""
+    """The species in the description of a row: UniRef's TaxID=, UniProt's OX= or the end of its entry name."""
     if found := re.search(r"(?:\bTaxID=|\bOX=)(\d+)", name):
         return found[1]
     found = re.match(r"(?:sp|tr)\|[^|\s]+\|[A-Z0-9]+_([A-Z0-9]+)", name)
@@ -265,7 +265,7 @@ def species_of(name: str) -> str | None:
 
 
 def describe_difference(query: str, sequence: str) -> str:
-    """How like two sequences are that should be one, and where they begin to differ."""
+    """The similarity of two sequences that should be equal, and the place where they begin to differ."""
     aligner = PairwiseAligner(scoring="blastp")
     alignment = aligner.align(*(re.sub("[-JOU]", "X", text) for text in (sequence, query)))[0]  # no letters of BLOSUM
     pairs = [

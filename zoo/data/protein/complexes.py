@@ -1,4 +1,4 @@
-"""Alignments joined to the protein they belong to: one for each entity, rows of the same species side by side."""
+"""Alignments joined to their protein: one for each entity, with rows of the same species paired."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,15 +13,15 @@ __all__ = ["as_a3m", "join", "refuse_stranger"]
 
 
 def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
-    """The protein with its alignment: first its own sequence, then what `alignments` say of its entities.
+    """The protein with its alignment: its own sequence first, then the rows of `alignments` for its entities.
 
-    An alignment belongs to the entity whose sequence is its query, that of a complex chain by chain; several of one
-    entity follow one another, and a row that is there twice is dropped. With more than one entity the i-th rows of a
-    species, one of each entity, become one `paired` row (AlphaFold-Multimer, supplement, 1.1), as do those that the
-    file of a complex has in one row; the others have gaps in the rest. Copies of an entity all have
-    the same rows: they are evolved together.
+    An alignment belongs to the entity whose sequence is its query; that of a complex is assigned chain by chain.
+    Several alignments of one entity are concatenated, and repeated rows are dropped. With more than one entity, the
+    i-th rows of a species in each entity become one `paired` row (AlphaFold-Multimer, supplement, 1.1); so do rows of a
+    complex that its file has in one row. Any other row has gaps outside its entity. All copies of an entity have the
+    same rows.
 
-    Raises ValueError for an alignment that is of none of them; the message says how far off the nearest is.
+    ValueError: an alignment belongs to no entity; the message describes the difference from the nearest one.
     """
     places = _places(protein)
     entities = range(len(places))
@@ -52,15 +52,15 @@ def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
 
 
 def refuse_stranger(protein: Protein, alignment: Alignment) -> None:
-    """Raise ValueError for an alignment that is of no chain of the protein."""
+    """Raise ValueError for an alignment that belongs to no chain of the protein."""
     for chain in alignment.chains():
         _entity(chain, protein, _places(protein))
 
 
 def as_a3m(protein: Protein) -> str:
-    """The alignment of a protein as A3M text, that of a complex as ColabFold writes it: paired rows, then the others.
+    """The alignment of a protein as A3M text, for a complex in ColabFold's format: paired rows, then the others.
 
-    Of a residue that was left out no letter is known: it is written as x.
+    The letters of residues that were left out are unknown and written as x.
     """
     places = _places(protein)
     columns = np.concatenate([copies[0] for copies in places.values()])
@@ -86,7 +86,7 @@ def _places(protein: Protein) -> dict[int, np.ndarray]:
 
 
 def _entity(alignment: Alignment, protein: Protein, places: dict[int, np.ndarray]) -> int:
-    """The entity that the alignment of a chain is of."""
+    """The entity of a chain's alignment."""
     found = [e for e, copies in places.items() if _same(alignment.msa[0], protein.msa[0, copies[0]])]
     if not found:
         raise ValueError(_stranger(alignment, protein, places))
@@ -94,7 +94,7 @@ def _entity(alignment: Alignment, protein: Protein, places: dict[int, np.ndarray
 
 
 def _same(query: np.ndarray, sequence: np.ndarray) -> bool:
-    """Tell whether they are one sequence; X, on either side, is anything."""
+    """Return True if two sequences are equal; X, on either side, matches any letter."""
     if query.shape != sequence.shape:
         return False
     return bool(((query == sequence) | (query == UNKNOWN) | (sequence == UNKNOWN)).all())
@@ -115,12 +115,12 @@ def _shared_words(a: str, b: str, n: int = 3) -> int:
 
 
 def _stack(alignments: Sequence[Alignment], query: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-    """The rows of one entity, its own sequence first, each once: letters [s, r], deletions [s, r], species."""
+    """The distinct rows of one entity, its own sequence first: letters [s, r], deletions [s, r], species."""
     letters = np.concatenate([query[None], *(a.msa[1:] for a in alignments)])
     deletions = np.concatenate([np.zeros((1, len(query)), np.uint16), *(a.deletions[1:] for a in alignments)])
     mates = [None, *(a.mate(i) for a in alignments for i in range(1, len(a.names)))]
     told = [None, *(mate if a.mates else None for a in alignments for mate in (a.mates or a.names)[1:])]
-    first: dict[Any, int] = {}  # of rows that are alike, and paired in a file with the same
+    first: dict[Any, int] = {}  # the first of equal rows; rows that a file pairs differently are not equal
     for i, row in enumerate(letters):
         first.setdefault((row.tobytes(), told[i]), i)
     kept = [*first.values()]
@@ -128,7 +128,7 @@ def _stack(alignments: Sequence[Alignment], query: np.ndarray) -> tuple[np.ndarr
 
 
 def _pairs(species: list[list[str | None]]) -> list[tuple[int, ...]]:
-    """Rows of the same species, one of each entity, in the order of their rank within it."""
+    """Groups of rows of the same species, one row from each entity, matched by their rank within the species."""
     ranked: list[dict[str, list[int]]] = []
     for names in species:
         found: dict[str, list[int]] = {}

@@ -1,6 +1,6 @@
-"""Real structures that come with the package: what `make_embedded.py` made of wwPDB entries (CC0).
+"""Real structures included in the package, made by `make_embedded.py` from wwPDB entries (CC0).
 
-Sequences, and where the Cα and Cβ atoms are to 0.01 Å; no alignments. `sources()` says where each was taken from.
+Sequences, and the positions of N, Cα, C and Cβ to 0.01 Å; no alignments. `sources()` gives the origin of each.
 """
 
 from functools import lru_cache
@@ -20,7 +20,7 @@ _HELD_OUT = 0.2  # share of the structures kept for validation
 
 
 class EmbeddedProteins:
-    """The structures of one split, "train" or "validation"; which is in which depends on its name alone.
+    """The structures of one split, "train" or "validation"; the split depends only on names.
 
     No chain is more than 30% identical to one in the other split (`make_embedded.py` leaves relatives out).
     """
@@ -30,7 +30,7 @@ class EmbeddedProteins:
             raise ValueError(f"EmbeddedProteins: split must be 'train' or 'validation', got {split!r}")
         names, chains = _arrays()["name"].tolist(), _arrays()["chains"].tolist()
         self.places: list[int] = []
-        for several in (False, True):  # a share of the complexes too
+        for several in (False, True):  # the share holds for single chains and for complexes
             places = [i for i in range(len(names)) if (len(chains[i]) > 1) == several]
             ranked = sorted(places, key=lambda i: hash_seed(names[i]))
             held_out = round(_HELD_OUT * len(ranked))
@@ -40,12 +40,12 @@ class EmbeddedProteins:
         return len(self.places)
 
     def protein(self, index: int) -> Protein:
-        """Structure `index`; its alignment is its own sequence alone."""
+        """Structure `index`; its alignment has only its own sequence."""
         return _protein(self.places[index])
 
 
 def sources() -> dict[str, str]:
-    """The package and the file that each structure was taken from."""
+    """The source of each structure: its package and file."""
     return dict(zip(_arrays()["name"].tolist(), _arrays()["source"].tolist()))
 
 

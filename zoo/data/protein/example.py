@@ -1,7 +1,7 @@
-"""A training example: a crop of a protein, some rows of its alignment, some of their letters hidden.
+"""A training example: a crop of a protein and some rows of its alignment, with some of their letters hidden.
 
-All that is drawn comes from one `torch.Generator`, so an example is a pure function of its seed. Letters: s rows of the
-alignment, t of the extra one, r residues, i j the residues of a pair.
+All random numbers come from one `torch.Generator`, so that an example is a pure function of its seed. Letters: s rows
+of the alignment, t rows of the extra alignment, r residues, i j the residues of a pair.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ _INTERFACE = 15.0  # Å between the contact atoms of two chains that touch
 
 
 def crop_contiguous(protein: Protein, residues: int, random: torch.Generator) -> Protein:
-    """At most so many residues, one stretch of every chain: algorithm 1 of AlphaFold-Multimer's supplement."""
+    """At most `residues` residues, one stretch of every chain: AlphaFold-Multimer's supplement, algorithm 1."""
     if len(protein) <= residues:
         return protein
     _, starts, lengths = np.unique(protein.asym_id, return_index=True, return_counts=True)
@@ -40,9 +40,9 @@ def crop_contiguous(protein: Protein, residues: int, random: torch.Generator) ->
 
 
 def crop_spatial(protein: Protein, residues: int, random: torch.Generator) -> Protein:
-    """The residues nearest to a random one, near another chain if there is such a one: algorithm 2 of the same.
+    """The residues nearest to a random one (close to another chain if possible): the same supplement, algorithm 2.
 
-    Distances are taken from one residue at a time, so that nothing of the size of all pairs is made.
+    Distances are computed from one residue at a time, so that no array has the size of all pairs.
     """
     if len(protein) <= residues:
         return protein
@@ -60,7 +60,7 @@ def crop_spatial(protein: Protein, residues: int, random: torch.Generator) -> Pr
 
 
 def sample_rows(protein: Protein, rows: int, random: torch.Generator) -> Protein:
-    """At most so many rows of the alignment: the first, which is the protein's own, and others, in random order."""
+    """At most `rows` rows of the alignment: the first, the protein's own sequence, and others in random order."""
     if len(protein.msa) <= 1 or rows <= 1:
         order = np.zeros(1, np.int64)
     else:
@@ -70,11 +70,11 @@ def sample_rows(protein: Protein, rows: int, random: torch.Generator) -> Protein
 
 
 def hide(msa: Tensor, random: torch.Generator, share: float = 0.15) -> tuple[Tensor, Tensor]:
-    """The alignment [s, r] with a share of its letters hidden, and which they are [s, r]; at least one.
+    """The alignment [s, r] with a share of its letters, at least one, hidden; and the mask of these letters [s, r].
 
-    As in AlphaFold 2 (supplement, 1.2.7): of those chosen 70% become MASK, 10% a random amino acid, 10% a letter of the
-    same column and 10% stay as they are. The letter of the column is that of a random one of the rows given, which are
-    those that were sampled for the model; AlphaFold draws it from the profile of the whole alignment.
+    As in AlphaFold 2 (supplement, 1.2.7): 70% of the chosen letters become MASK, 10% a random amino acid, 10% a letter
+    of the same column, and 10% are unchanged. The letter of the column comes from a random row of `msa`, the rows
+    sampled for the model; AlphaFold draws it from the profile of the whole alignment.
     """
     s, r = msa.shape
     u = torch.rand(s, r, generator=random)
@@ -88,10 +88,11 @@ def hide(msa: Tensor, random: torch.Generator, share: float = 0.15) -> tuple[Ten
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A protein of at most `residues` residues and `rows` rows, and as `extra` further rows of its alignment.
+    """A protein with at most `residues` residues, `rows` rows, `extra` further rows of its alignment and `templates`
+    templates (its first ones).
 
-    And its first `templates` templates. What it is asked for is padded to these sizes. A rank asks for its own range of
-    rows and gets what those are of the whole; nothing else is made.
+    The features are padded to these sizes. A rank passes its range of rows and gets the corresponding part of the
+    complete features; nothing else is computed.
     """
 
     protein: Protein
@@ -99,13 +100,13 @@ class Example:
     rows: int
     extra: int
     hidden: Tensor  # [s, r] the first rows of the alignment as the model sees them
-    chosen: Tensor  # [s, r] the letters it has to guess
+    chosen: Tensor  # [s, r] True for the letters to predict
     templates: int = 0
 
     def alignment(self, rows: range | None = None) -> dict[str, Tensor]:
         """Rows s of the alignment, each [s, r].
 
-        `msa` (int64), `deletions`, `msa_mask` (bool: no padding), `msa_target` (int64), `msa_weight` (1: to be told).
+        `msa` (int64), `deletions`, `msa_mask` (bool: no padding), `msa_target` (int64), `msa_weight` (1: to predict).
         """
         rows = range(self.rows) if rows is None else rows
         own = slice(0, self.rows)
@@ -139,10 +140,10 @@ class Example:
         return {name: F.pad(value, (0, missing), value=fill) for name, (value, fill) in values.items()}
 
     def pairs(self, rows: range | None = None) -> dict[str, Tensor]:
-        """Rows i of all pairs [i, j]: `bins` of distance (int64), `pair_weight` (0 where one of them was not seen).
+        """Rows i of all pairs [i, j]: `bins` of distance (int64), `pair_weight` (0 if either residue was not seen).
 
-        And `contact_weight`, the same but for neighbours along a chain, which say little of the fold by touching: a
-        thousandth, so that the shortest crop has something to count.
+        `contact_weight` is the same, but 0.001 for neighbours along a chain, whose contacts say little about the fold;
+        it is not 0, so that in the shortest crop some pairs count.
         """
         position, seen = self.protein.contact_atoms()
         missing = self.residues - len(self.protein)
@@ -160,17 +161,17 @@ class Example:
         }
 
     def frames(self) -> dict[str, Tensor]:
-        """The atoms of a backbone frame, N, CA and C: `backbone` [r, 3, 3] Å; `seen` [r]: all three were."""
+        """The atoms of a backbone frame, N, CA and C: `backbone` [r, 3, 3] Å; `seen` [r]: 1 if all three were seen."""
         missing, of = self.residues - len(self.protein), [self.protein.atoms(name) for name in ("N", "CA", "C")]
         atoms = torch.stack([torch.from_numpy(position) for position, _ in of], 1)
         seen = torch.stack([torch.from_numpy(resolved) for _, resolved in of]).all(0).float()
         return {"backbone": F.pad(atoms, (0, 0, 0, 0, 0, missing)), "seen": F.pad(seen, (0, missing))}
 
     def relatives(self) -> dict[str, Tensor]:
-        """The templates n, nothing seen of those that are not there; int64, float32, bool.
+        """The features of n templates; a missing template has no seen atoms. Types: int64, float32, bool.
 
         `template_sequence` [n, r], `template_backbone` [n, r, 3, 3] Å (N, CA, C), `template_beta` [n, r, 3] Å (the
-        contact atom) and `template_seen` [n, r, 2]: all of the backbone, the contact atom.
+        contact atom) and `template_seen` [n, r, 2]: the complete backbone was seen, the contact atom was seen.
         """
         n, r = self.templates, self.residues
         found = {
@@ -186,24 +187,24 @@ class Example:
         return found
 
     def couplings(self, rows: range | None = None, *, around: int = 0) -> dict[str, Tensor]:
-        """Rows i of what the alignment says of pairs: `couplings` [i, j, k], zero for padding.
+        """Rows i of the coupling scores of pairs: `couplings` [i, j, k], zero for padding.
 
-        Of the pairs (i + a, j + b), a and b from -`around` to `around` along the chain: k = (2 `around` + 1)², zero
-        where the chain ends.
+        The k = (2 `around` + 1)² scores are those of the pairs (i + a, j + b), for a and b from -`around` to `around`
+        along the chain; zero beyond the ends of a chain.
         """
         assert self.protein.couplings is not None
         rows = range(self.residues) if rows is None else rows
         part = slice(rows.start, rows.stop)
         score = torch.from_numpy(self.protein.couplings)
-        score = F.pad(score, (0, 1, 0, 1))  # a last residue that says nothing
+        score = F.pad(score, (0, 1, 0, 1))  # the last residue stands for missing ones, with score zero
         steps = torch.from_numpy(self._along(around))  # [r, 2 around + 1]
         told = score[steps[part, None, :, None], steps[None, :, None, :]].flatten(2)
         return {"couplings": F.pad(told, (0, 0, 0, self.residues - told.shape[1], 0, len(rows) - len(told)))}
 
     def _along(self, around: int) -> np.ndarray:
-        """For each residue those from `around` before it along its chain to as many behind [r, 2 around + 1].
+        """The places of the residues from -`around` to `around` along the chain of each residue [r, 2 around + 1].
 
-        The number of residues stands for one that is not there.
+        A missing residue has the number r.
         """
         protein, offsets = self.protein, np.arange(-around, around + 1)
         there = np.arange(len(protein))[:, None] + offsets
@@ -229,9 +230,9 @@ def draw(
     share: float = 0.15,
     spatial: bool = False,
 ) -> Example:
-    """The example that the numbers of `seed` stand for: a pure function of the arguments.
+    """Draw the example of `seed`: a pure function of the arguments.
 
-    If a residue of the protein was seen, so was one of the crop. `share` 0 hides nothing.
+    If any residue of the protein was seen, the crop has one that was seen. With `share` 0 no letter is hidden.
     """
     random = generator("protein", *seed)
     crop = crop_spatial if spatial else crop_contiguous

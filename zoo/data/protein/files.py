@@ -1,4 +1,4 @@
-"""Text from files that cannot be trusted: plain or gzipped, and no more of it than is good."""
+"""Text from untrusted files, plain or gzipped, up to a limit of size."""
 
 import codecs
 import gzip
@@ -14,7 +14,7 @@ MAX_BYTES = 100 << 20
 def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, nulls: bool = False) -> str:
     """The text of a file, unpacked if its first bytes say gzip; a ValueError if it is damaged or too large.
 
-    Byte order marks are obeyed. nulls: whether null bytes may be in it.
+    Byte order marks are obeyed. nulls: True if the text may contain null bytes.
     """
     with Path(path).open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"

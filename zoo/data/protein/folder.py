@@ -2,10 +2,10 @@
 
     1abc.cif.gz                             a structure: .cif, .mmcif, .pdb or .ent, gzipped or not
     1abc.a3m  1abc_A.a3m  1abc.uniref.sto   its alignments: .a3m, .fasta, .sto ... that begin with its name
-    1abc/...  1abc_A/...                    and those in sub-folders so named
+    1abc/...  1abc_A/...                    and those in sub-folders with such names
     1abc.template1.cif  1abc.template_2xyz.pdb   its templates: structures of relatives, in the order of their names
 
-Which chain an alignment belongs to, its first sequence says. A structure without one has its own sequence alone.
+The first sequence of an alignment determines its chain. Without an alignment, a structure has only its own sequence.
 """
 
 import itertools
@@ -31,12 +31,12 @@ __all__ = ["ProteinFolder", "kind", "owner", "read_protein", "stem"]
 
 log = logging.getLogger(__name__)
 
-_KEPT = 16  # proteins held in memory
+_KEPT = 16  # proteins kept in memory
 _KEPT_TEMPLATES = 4096  # proteins whose aligned templates are kept: 76 bytes a residue
 
 
 def kind(path: Path) -> str:
-    """By its name: "structure", "alignment" or nothing."""
+    """The kind of a file by its name: "structure", "alignment" or ""."""
     suffix = _suffix(path)
     return "structure" if suffix in structure.SUFFIXES else "alignment" if suffix in alignment.SUFFIXES else ""
 
@@ -47,7 +47,7 @@ def stem(path: Path) -> str:
 
 
 def owner(parts: Iterable[str], names: Iterable[str]) -> str | None:
-    """The structure, of `names`, whose alignment a file is: the longest that a part of its path begins with."""
+    """The structure, among `names`, of an alignment file: the longest name that begins a part of the file's path."""
     pairs = itertools.product(names, parts)
     fit = [name for name, part in pairs if part.startswith(name) and part[len(name) :][:1] in ("", ".", "_")]
     return max(fit, key=len, default=None)
@@ -60,10 +60,10 @@ def read_protein(
     templates: Iterable[Path] = (),
     most: int | None = None,
 ) -> Protein:
-    """A structure with its alignments and templates; a ValueError that names the file and what is wrong with it.
+    """A structure with its alignments and templates; a ValueError names the file and the fault.
 
-    most: templates to be read, the first that can be; None: all.
-    skip: told of an alignment or a template that cannot be used, and why, in place of the error.
+    most: the number of templates to read, the first that can be used; None: all.
+    skip: called with the path and the reason for an alignment or a template that cannot be used, instead of an error.
     """
     protein, found = read_structure(structure), list[Alignment]()
     if not protein.contact_atoms()[1].any():
@@ -86,7 +86,7 @@ def with_templates(
     skip: Callable[[Path, str], None] | None = None,
     most: int | None = None,
 ) -> Protein:
-    """The protein with the first templates in those files that can be used, as `read_protein` reads them."""
+    """The protein with the first usable templates in the files, as in `read_protein`."""
     found = list[Template]()
     for path in paths:
         if len(found) == most:
@@ -101,7 +101,7 @@ def with_templates(
 
 
 def reason(error: Exception) -> str:
-    """The message of a reader's error, or that a parser stumbled."""
+    """The message of a reader's error, or of an exception in a parser."""
     return str(error) if isinstance(error, ValueError | OSError) else f"damaged: {type(error).__name__}: {error}"
 
 
@@ -113,10 +113,10 @@ class Files:
 
 
 class ProteinFolder:
-    """The proteins under `root`, in the order of their names, each with its first `templates` templates.
+    """The proteins under `root`, sorted by name, each with its first `templates` templates.
 
-    All are read once when the folder is opened. Files that cannot be used are skipped: one log line names each,
-    `skipped` lists them. A structure whose alignment is skipped stays.
+    All files are read once when the folder is opened. Files that cannot be used are skipped: one log line names each,
+    `skipped` lists them. A structure whose alignment is skipped is kept.
     """
 
     def __init__(self, root: str | os.PathLike[str], templates: int = 0):
@@ -134,15 +134,15 @@ class ProteinFolder:
         return len(self.names)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_read": OrderedDict(), "_aligned": OrderedDict()}  # another process reads for itself
+        return self.__dict__ | {"_read": OrderedDict(), "_aligned": OrderedDict()}  # other processes read by themselves
 
     def protein(self, index: int) -> Protein:
-        """Protein `index`, read again if it was not asked for lately."""
+        """Protein `index`, read again unless it was used recently."""
         name = self.names[index]
         if name not in self._read:
             of = self.files[name]
             protein = read_protein(of.structure, of.alignments)
-            if name not in self._aligned:  # to read and align them takes longer than all else
+            if name not in self._aligned:  # reading and aligning templates takes longer than the rest
                 aligned = with_templates(protein, of.templates, None, self.templates)
                 self._aligned[name] = aligned.templates
                 if len(self._aligned) > _KEPT_TEMPLATES:
@@ -154,11 +154,11 @@ class ProteinFolder:
         return self._read[name]
 
     def split(self, validation: float = 0.1) -> tuple["ProteinFolder", "ProteinFolder"]:
-        """This folder in two, `(train, validation)`: that share of the proteins, at least one, is held out.
+        """Split the folder into `(train, validation)`: a share `validation` of the proteins, at least one, is held out.
 
-        Which are held out depends on their names alone. A folder of one protein is used for both.
+        The choice depends only on the names. A folder of one protein is used for both.
         """
-        train, held_out = copy(self), copy(self)  # each with its own memory
+        train, held_out = copy(self), copy(self)
         if len(self) == 1:
             log.warning("%s holds a single protein: validation uses it too", self.root)
             return train, held_out
@@ -197,7 +197,7 @@ class ProteinFolder:
             bad: dict[Path, str] = {}
             try:
                 read = read_protein(of.structure, of.alignments, bad.__setitem__, of.templates, self.templates)
-            except Exception as error:  # whatever a parser stumbles over: one bad file ends no run
+            except Exception as error:  # parsers may raise any kind: one bad file must not end a run
                 self._skip(of.structure, reason(error))
                 continue
             for one, why in bad.items():

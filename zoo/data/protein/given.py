@@ -1,4 +1,4 @@
-"""Proteins that a user names by their files: structures, alignments, folders of both."""
+"""Proteins given by a user as files: structures, alignments, folders of both."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ __all__ = ["Given", "find", "from_alignments"]
 
 @dataclass
 class Given:
-    """One protein: a structure with its alignments, or alignments alone, each of which is a chain; and templates."""
+    """One protein: a structure with its alignments, or alignments alone, one for each chain; and templates."""
 
     name: str
     structure: Path | None
@@ -27,10 +27,10 @@ class Given:
     templates: list[Path] = field(default_factory=list)
 
     def read(self, templates: int = 0, skip: Callable[[Path, str], None] | None = None) -> Protein:
-        """The protein with the first `templates` of its templates that can be used.
+        """The protein with its first `templates` usable templates.
 
-        A ValueError or an OSError names the file, and what is wrong with it. skip: told of a template that cannot be
-        used, and why, in place of the error.
+        A ValueError or an OSError names the file and the fault. skip: called with the path and the reason for a
+        template that cannot be used, instead of an error.
         """
         if self.structure:
             protein = read_protein(self.structure, self.alignments)
@@ -40,12 +40,12 @@ class Given:
 
 
 def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[Given]:
-    """The proteins that files and folders hold.
+    """The proteins in files and folders.
 
-    A structure takes the alignments that begin with its name, among `paths` and beside it (as in folder.py). Every
-    other alignment is a protein of its own, or with `chains` one chain of a single complex; the same file twice is two
-    copies. Templates, of structures and of alignments alone, are found by their names in the same places; a template of
-    nothing here is a protein of its own. Raises ValueError for what does not exist, or is neither by its name.
+    A structure takes the alignments whose names begin with its own, among `paths` and in its folder (as in folder.py).
+    Every other alignment is a separate protein, or with `chains` one chain of a single complex; the same file twice is
+    two copies. Templates of structures and of alignments alone are found by name in the same places; a template of none
+    of these is a separate protein. ValueError: a path does not exist, or its name fits neither kind of file.
     """
     files: list[Path] = []
     for path in map(Path, paths):
@@ -95,9 +95,9 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
 
 
 def from_alignments(name: str, alignments: Sequence[Alignment]) -> Protein:
-    """Chains of which nothing is known but the alignment of each, whose first row is the chain's own sequence.
+    """A protein whose chains are known only by their alignments; the first row of each is the chain's sequence.
 
-    An alignment of a complex is of several.
+    The alignment of a complex describes several chains.
     """
     queries = [chain.query for a in alignments for chain in a.chains() for _ in range(chain.copies[0])]
     lengths = [len(query) for query in queries]
@@ -126,7 +126,7 @@ def _letters(i: int) -> str:
 
 
 def _by_owner(files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Those of the files that are templates, under the name of the protein or the chain that they are of."""
+    """The templates among the files, by the name of their protein or chain."""
     found: dict[str, list[Path]] = {}
     for path in files:
         if kind(path) == "structure" and (whose := template_owner(stem(path))):

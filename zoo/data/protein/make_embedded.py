@@ -1,11 +1,11 @@
-"""Make `embedded.npz` from wwPDB entries that packages on PyPI carry for their own tests.
+"""Make `embedded.npz` from wwPDB entries in the tests of packages on PyPI.
 
     pip download --no-deps --no-binary :all: biopython==1.88 MDAnalysisTests==2.11.0
     pip download --no-deps openfold3==0.5.0          (and unpack all three into one folder)
     python -m zoo.data.protein.make_embedded FOLDER
 
-Entries of the wwPDB are in the public domain (CC0 1.0), whoever passes them on: https://www.wwpdb.org/about/usage-policies.
-What is kept of each are facts alone: its sequence and the coordinates of four atoms a residue.
+Entries of the wwPDB are in the public domain (CC0 1.0), from any source: https://www.wwpdb.org/about/usage-policies.
+Only facts are kept of each entry: its sequence and the coordinates of four atoms a residue.
 """
 
 import sys
@@ -49,12 +49,12 @@ def main(folder: Path) -> None:
 
 
 def alike(a: Protein, b: Protein) -> bool:
-    """Tell whether a chain of one is a relative of a chain of the other."""
+    """Return True if a chain of one protein is a relative of a chain of the other."""
     aligner = PairwiseAligner(mode="local", open_gap_score=-11, extend_gap_score=-1)
     aligner.substitution_matrix = substitution_matrices.load("BLOSUM62")
     for x in sequences(a):
         for y in sequences(b):
-            if aligner.score(x, y) > 40:  # below it, nothing that counts is left to find
+            if aligner.score(x, y) > 40:  # a cheap filter: relatives score higher
                 identical = aligner.align(x, y)[0].counts().identities
                 if identical > ALIKE * min(len(x), len(y)):
                     return True

@@ -1,4 +1,4 @@
-"""A protein as data: one or several chains residue by residue, their alignment and where their atoms are.
+"""A protein as data: the residues of one or several chains, their alignment and the positions of their atoms.
 
 Letters: r residues of all chains together, s rows of the alignment, a atoms of a residue (ATOMS).
 """
@@ -13,7 +13,7 @@ LETTERS = "ARNDCQEGHILKMFPSTWYVX-#"  # the 23 classes of AlphaFold 2: amino acid
 UNKNOWN, GAP, MASK = 20, 21, 22
 ATOMS = ("N", "CA", "C", "O", "CB")
 
-# B and Z are read as in AlphaFold's tables, selenocysteine (U) as cysteine; whatever else is a letter is unknown
+# B and Z are read as in AlphaFold's tables, selenocysteine (U) as cysteine, any other capital letter as unknown
 _CODES = np.full(256, 255, np.uint8)
 for _letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
     _CODES[ord(_letter)] = LETTERS.find({"B": "D", "Z": "E", "U": "C"}.get(_letter, _letter)) % 21
@@ -22,14 +22,14 @@ _CODES[ord("-")] = GAP
 
 
 def encode(sequence: str | bytes) -> np.ndarray:
-    """The class of every letter [n], uint8; 255 for what is neither a capital letter nor a gap."""
+    """The class of every character [n], uint8; 255 if it is neither a capital letter nor a gap."""
     raw = sequence if isinstance(sequence, bytes) else sequence.encode("latin-1", "replace")
     return _CODES[np.frombuffer(raw, np.uint8)]
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """A known structure of a relative, residue by residue of the protein that it is a template of."""
+    """A known structure of a relative, aligned to the residues of a protein."""
 
     name: str
     letters: np.ndarray  # [r] uint8; GAP where the relative has no residue
@@ -42,34 +42,34 @@ class Template:
         )
 
     def contact_atoms(self) -> tuple[np.ndarray, np.ndarray]:
-        """As those of a protein."""
+        """The contact atoms, as of `Protein`."""
         return _contact_atoms(self.letters, self.positions, self.resolved)
 
 
 @dataclass(frozen=True, eq=False)
 class Protein:
-    """Chains one after another, with an alignment whose first row is their own sequence."""
+    """The residues of all chains in sequence, with an alignment whose first row is their own sequence."""
 
     name: str
-    sequence: str  # one letter a residue that was in the experiment, seen or not; X where it has none
-    chains: tuple[str, ...]  # what the authors call them, in the order of asym_id
+    sequence: str  # one letter for each residue in the experiment, seen or not; X if it has no letter
+    chains: tuple[str, ...]  # the authors' names, in the order of asym_id
     asym_id: np.ndarray  # [r] the chain, from 0
-    entity_id: np.ndarray  # [r] chains of the same entity are copies of one another
-    residue_index: np.ndarray  # [r] place in the whole sequence of the chain, from 0
-    residue_ids: tuple[str, ...]  # what the authors call a residue: number and insertion code
+    entity_id: np.ndarray  # [r] chains of the same entity are copies of each other
+    residue_index: np.ndarray  # [r] place in the complete sequence of the chain, from 0
+    residue_ids: tuple[str, ...]  # the authors' number and insertion code of a residue
     positions: np.ndarray  # [r, a, 3] Å, zero where unresolved
     resolved: np.ndarray  # [r, a] bool
     msa: np.ndarray  # [s, r] uint8
-    deletions: np.ndarray  # [s, r] residues of the row left out just before this one, uint16
-    paired: np.ndarray  # [s] bool: the row is of one species in all entities; else it has gaps in all but one
-    couplings: np.ndarray | None = None  # [r, r] float32: what the whole alignment says of pairs, if it was asked
+    deletions: np.ndarray  # [s, r] number of the row's residues left out just before this one, uint16
+    paired: np.ndarray  # [s] bool: the row spans all entities, in one species; else it has gaps in all but one
+    couplings: np.ndarray | None = None  # [r, r] float32: coupling scores from the whole alignment, if computed
     templates: tuple[Template, ...] = ()
 
     def __len__(self) -> int:
         return len(self.sequence)
 
     def take(self, residues: np.ndarray) -> "Protein":
-        """Those residues alone, in that order; `asym_id` and `residue_index` stay what they were."""
+        """Only the given residues, in their order; `asym_id` and `residue_index` are unchanged."""
         return replace(
             self,
             sequence="".join(self.sequence[i] for i in residues),
@@ -85,11 +85,11 @@ class Protein:
         )
 
     def atoms(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Where the atom of that name in ATOMS is, [r, 3] Å, and whether it was seen [r]."""
+        """The positions [r, 3] Å of the atom `name` of ATOMS, and the mask of those that were seen [r]."""
         return self.positions[:, ATOMS.index(name)], self.resolved[:, ATOMS.index(name)]
 
     def contact_atoms(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the atom is that stands for a residue, Cβ or for glycine Cα: [r, 3] Å, and whether it was seen [r]."""
+        """The positions [r, 3] Å of contact atoms, Cβ or Cα of glycine, and the mask of those that were seen [r]."""
         return _contact_atoms(encode(self.sequence), self.positions, self.resolved)
 
 

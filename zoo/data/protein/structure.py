@@ -1,14 +1,13 @@
 """Structures from mmCIF and PDB files, plain or gzipped, as a `Protein` without an alignment.
 
-What is read: the protein chains of the first model (nucleic acids, ligands and water are left out), every residue
-that was in the experiment, and its backbone and Cβ atoms where they were seen. Numbering is that of the sequence
-(label ids and _pdbx_poly_seq_scheme in mmCIF, SEQRES and REMARK 465 in PDB), never the authors'. A modified residue
-has the letter of what it was made from (selenomethionine is M), one of the other hand that of its mirror image;
-selenocysteine is U and pyrrolysine O, which models see as C and X. Of alternative atoms the one of highest occupancy
-counts, of equal ones the first in the alphabet; an atom of no occupancy was not seen. B factors, which may hold
-confidences, are not looked at.
+The reader keeps the protein chains of the first model (no nucleic acids, ligands or water), every residue that was in
+the experiment, and its backbone and Cβ atoms if they were seen. Numbering is that of the sequence (label ids and
+_pdbx_poly_seq_scheme in mmCIF, SEQRES and REMARK 465 in PDB), never the authors'. A modified residue has the letter of
+its parent (selenomethionine is M), a D-amino acid that of its mirror image; selenocysteine is U and pyrrolysine O
+(models see C and X). The alternative atom of highest occupancy counts, among equal ones the first in the alphabet; an
+atom of zero occupancy was not seen. B factors, which may be confidences, are ignored.
 
-Biopython's parsers of atoms are not used: they drop repeated atoms and take nan for a number. Its tables are.
+Biopython's tables are used, but not its parsers of atoms: they drop repeated atoms and accept nan as a number.
 """
 
 import io
@@ -32,7 +31,7 @@ __all__ = ["SUFFIXES", "read_structure"]
 
 SUFFIXES = (".cif", ".mmcif", ".pdb", ".ent")
 
-# what Biopython's table leaves out: amino acids beyond the twenty, either of two, and those of the other hand
+# missing in Biopython's table: amino acids beyond the twenty, ambiguous ones, and D-amino acids
 _LETTERS = protein_letters_3to1_extended | {
     "SEC": "U", "PYL": "O", "ASX": "B", "GLX": "Z", "DAL": "A", "DAR": "R", "DSG": "N", "DAS": "D", "DCY": "C",
     "DGN": "Q", "DGL": "E", "DHI": "H", "DIL": "I", "DLE": "L", "DLY": "K", "MED": "M", "DPN": "F", "DPR": "P",
@@ -45,30 +44,30 @@ _READ = {
     "pdbx_PDB_model_num", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code", "auth_asym_id", "asym_id", "entity_id",
     "seq_id", "mon_id", "auth_mon_id", "pdb_seq_num", "pdb_ins_code", "pdb_strand_id", "type",
 }  # fmt: skip
-MOST_NAMES = 20_000  # of an mmCIF file: the dictionary of the PDB has a third of it
-FARTHEST = 1e5  # Å from the origin that an atom may be: farther, single precision loses it
+MOST_NAMES = 20_000  # most data names of an mmCIF file: the dictionary of the PDB has a third of it
+FARTHEST = 1e5  # largest coordinate in Å: beyond, single precision is too coarse
 
 
 @dataclass
 class Residue:
-    key: str  # by which its atoms name it
-    id: str  # what the authors call it
+    key: str  # its name in atom records
+    id: str  # the authors' name
     name: str  # three letters
     seen: bool = False  # the file says that it has atoms
 
 
 @dataclass
 class Chain:
-    id: str  # what the authors call it
-    key: str  # by which its atoms name it
+    id: str  # the authors' name
+    key: str  # its name in atom records
     entity: str
     residues: list[Residue] = field(default_factory=list)
-    index: list[int] | None = None  # places in the sequence, if they do not just count
+    index: list[int] | None = None  # places in the sequence, if not 0, 1, 2, ...
 
 
 @dataclass
 class Atoms:
-    """Columns of one table."""
+    """The columns of a table of atoms."""
 
     chain: Sequence[str]
     residue: Sequence[str]
@@ -88,10 +87,10 @@ def read_structure(
     max_atoms: int = 1_000_000,
     max_residues: int = 20_000,
 ) -> Protein:
-    """The protein of an mmCIF or a PDB file; which of both it is, the text says, not the name.
+    """The protein in an mmCIF or a PDB file; the text determines the format, not the name.
 
-    Raises ValueError, with the file's name and the record that is wrong, for a file that is damaged, too large or
-    not what it claims to be, and for one in which no residue was seen. `max_atoms` counts all models.
+    A ValueError names the file and the record at fault: the file is damaged, too large or in another format, or no
+    residue was seen. `max_atoms` counts all models.
     """
     text = read_text(path, max_bytes=max_bytes)
     try:
@@ -129,7 +128,7 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
     components = np.array([residue.name for _, residue in residues])
     atom = np.array([ATOMS.index(name) if name in ATOMS else -1 for name in atoms.name], dtype=np.int64)
     wanted = np.flatnonzero((place >= 0) & (atom >= 0))
-    wanted = wanted[np.array(atoms.component)[wanted] == components[place[wanted]]]  # one of several in this place
+    wanted = wanted[np.array(atoms.component)[wanted] == components[place[wanted]]]  # no other residue in this place
     place, atom, alternative = place[wanted], atom[wanted], np.array(atoms.alternative)[wanted]
 
     def numbers(column: Sequence[str], what: str) -> np.ndarray:
@@ -183,7 +182,7 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
 
 
 def one_letter(name: str) -> str:
-    """The letter of a residue's three-letter name, modified ones included; X for one that has none."""
+    """The letter of a residue's three-letter name, modified residues included; X if it has none."""
     return _LETTERS.get(name, "X")
 
 
@@ -200,9 +199,9 @@ def _number(text: str) -> float:
 
 
 def _chains_of_atoms(atoms: Atoms, ids: Sequence[str], chain_ids: Sequence[str]) -> list[Chain]:
-    """The chains of a file that says nothing of sequences: the amino acids that have a Cα.
+    """The chains of a file without sequences: the amino acids that have a Cα.
 
-    Authors' numbers, where they ascend, then tell how far apart two residues are.
+    Authors' numbers, if they ascend, are the places of residues in their chain.
     """
     chains: dict[str, Chain] = {}
     for i in range(len(atoms.name)):
@@ -226,14 +225,14 @@ def _chains_of_atoms(atoms: Atoms, ids: Sequence[str], chain_ids: Sequence[str])
 
 
 class _Column(list[str]):
-    """Values of a column that is read, of which many are the same: each is held once."""
+    """A column that is read; equal values, of which there are many, share one string."""
 
     def append(self, value: str) -> None:
         super().append(sys.intern(value))
 
 
 class _Unread(list[str]):
-    """A column that nothing reads: how long it is."""
+    """A column that is not read: only its length is kept."""
 
     length = 0
 
@@ -245,7 +244,7 @@ class _Unread(list[str]):
 
 
 class _Table(MMCIF2Dict):
-    """The columns that are read, of a file with other large tables or with many columns."""
+    """The columns of an mmCIF file that are read; other tables may be large or have many columns."""
 
     def __setitem__(self, key: str, value: list[str]) -> None:
         if len(self) > MOST_NAMES:
@@ -270,7 +269,7 @@ def _parse_mmcif(text: str) -> tuple[list[Chain], Atoms]:
         raise ValueError(f"{len(blocks)} data blocks; expected one")
     try:
         table: Mapping[str, list[str]] = _Table(match[0] for match in re.finditer(r".*\n|.+", text))
-    except Exception as error:  # whatever it stumbles over
+    except Exception as error:  # the parser may raise any kind
         raise ValueError(f"not a readable mmCIF file, or cut off: {error}") from error
     if not any(key.startswith("_atom_site.") for key in table):
         raise ValueError("it has no _atom_site table: is the file cut off?")
@@ -295,7 +294,7 @@ def _parse_mmcif(text: str) -> tuple[list[Chain], Atoms]:
     )
     atoms = Atoms(chain, residue, component, name, alternative, occupancy, x, y, z)
     if "_pdbx_poly_seq_scheme.asym_id" not in table:
-        if "_entity_poly_seq.mon_id" in table:  # which comes first, before the atoms
+        if "_entity_poly_seq.mon_id" in table:  # it precedes the scheme and the atoms
             raise ValueError("it has _entity_poly_seq, but not _pdbx_poly_seq_scheme: is the file cut off?")
         return _chains_of_atoms(atoms, [_joined(*i) for i in zip(number, insertion)], author), atoms
 
@@ -308,7 +307,7 @@ def _parse_mmcif(text: str) -> tuple[list[Chain], Atoms]:
     for asym, entity, place, monomer, seen, number_, insertion_, strand in zip(*scheme):
         residues = chains.setdefault(asym, Chain(strand, asym, entity)).residues
         if residues and residues[-1].key == place:
-            continue  # another residue in the same place: the first is that of the sequence
+            continue  # another residue in the same place: the first belongs to the sequence
         if place != str(len(residues) + 1):
             raise ValueError(f"_pdbx_poly_seq_scheme: residue {place} of chain {strand} follows {len(residues)}")
         residues.append(Residue(place, _joined(number_, insertion_), monomer, seen not in ("?", ".")))
@@ -378,7 +377,7 @@ def _parse_pdb(text: str, max_residues: int) -> tuple[list[Chain], Atoms]:
 
 
 def _in_sequence(chain: str, names: list[str], seen: list[Residue], missing: list[Residue]) -> list[Residue]:
-    """The residues of SEQRES, those seen among them: by REMARK 465, or where that does not fit by alignment."""
+    """The residues of SEQRES, with the seen ones placed by REMARK 465, or if that does not fit, by alignment."""
     merged, rest = [], list(missing)
     for residue in seen:
         while rest and _order(rest[0]) < _order(residue):

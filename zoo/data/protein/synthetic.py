@@ -1,18 +1,18 @@
-"""Families of sequences that evolved on real structures, by a known law: data to measure what a model learns.
+"""Families of sequences that evolve on real structures by a known law: data to measure what a model learns.
 
-A family is a crop of a structure of the embedded set and an alignment drawn from a Potts model on it,
+A family is a crop of an embedded structure and an alignment drawn from a Potts model on it,
 
     p(x) ~ exp(sum_i h_i(x_i) + beta sum_{contacts i j} sum_k g_k u_k(x_i) u_k(x_j))
 
-by Gibbs sampling, every row from a start of its own. Fields h are normal numbers, drawn for the family. Couplings sit
-on the pairs in contact (Cβ closer than 8 Å, at least 3 apart in a chain or in two chains), and what they say is physics
-in short: hydrophobic residues attract one another, charges of one sign repel, and a large one has a small one beside
-it. So contacts can be told from the alignment, the better the more rows there are, and better still by who has learned
-the law. The first row, also drawn, is the sequence of the family; of the structure only the coordinates are kept.
+by Gibbs sampling, every row from its own start. Fields h are normal numbers, drawn for each family. Pairs in contact
+(Cβ closer than 8 Å, at least 3 apart in a chain or in two chains) are coupled by simplified physics: hydrophobic
+residues attract each other, charges of the same sign repel, and large residues pair with small ones. Contacts can
+therefore be inferred from the alignment: better from more rows, and better still by a model that has learned the law.
+The first row, also drawn, is the sequence of the family; only the coordinates of the structure are kept.
 
-With ``kinds`` families differ as those of nature do: the law of a family is that one or one that is drawn, couplings
-are weaker or stronger, alignments shallower, rows are related by a tree, ends and stretches are missing, and residues
-are inserted. What holds for all of them is the geometry of contacts.
+With ``kinds`` families differ as natural ones do: the law of a family is the above or a random one, couplings are
+weaker or stronger, alignments shallower, rows are related by a tree, ends and stretches are missing, and residues are
+inserted. Only the geometry of contacts is common to all.
 
 Letters: f families, s rows, r residues, k properties.
 """
@@ -33,14 +33,14 @@ from zoo.protein.distogram import CONTACT, distances
 
 __all__ = ["PottsFamilies", "gibbs"]
 
-# Å³ (Zamyatnin 1972), in the order of LETTERS
+# volumes in Å³ (Zamyatnin 1972), in the order of LETTERS
 VOLUME = [
     88.6, 173.4, 114.1, 111.1, 108.5, 143.8, 138.4, 60.1, 153.2, 166.7, 166.7, 168.6, 162.9, 189.9, 112.7, 89.0, 116.1,
     227.8, 193.6, 140.0,
 ]  # fmt: skip
 CHARGE = {"K": 1.0, "R": 1.0, "D": -1.0, "E": -1.0}
 SIGNS = (1.0, -1.0, -1.0)  # like attracts like in hydropathy; unlike attracts unlike in charge and volume
-APART = 3  # residues of a chain nearer than that along it are not coupled
+APART = 3  # least separation of coupled residues along a chain
 FIELD = 0.8  # standard deviation of the fields
 
 
@@ -53,9 +53,9 @@ def properties() -> Tensor:
 
 
 def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor, start: Tensor | None = None) -> Tensor:
-    """Letters [f, s, r] after as many sweeps over all residues as `uniform` [f, sweeps, r, s] has numbers for.
+    """Letters [f, s, r] after sweeps over all residues, from `start` [f, s, r], with random numbers `uniform`.
 
-    From `start` [f, s, r], where a residue whose number is nan stays as it is.
+    `uniform` [f, sweeps, r, s]; a residue whose number is nan is unchanged.
 
     `fields` [f, r, 20], `couplings` [f, r, r] (symmetric, no diagonal), `u` [20, k] already scaled by its sign:
     the logit of letter a at residue i is h_i(a) + sum_j J_ij sum_k u_k(a) |u_k|(x_j).
@@ -63,7 +63,7 @@ def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor, start: 
     f, sweeps, r, s = uniform.shape
     letters = torch.zeros(f, r, s, dtype=torch.long) if start is None else start.transpose(1, 2).contiguous()
     signs = torch.tensor(SIGNS)
-    held = torch.zeros(f, r, s * u.shape[1]) if start is None else u[letters].flatten(2)  # properties of the letters
+    held = torch.zeros(f, r, s * u.shape[1]) if start is None else u[letters].flatten(2)  # the letters' properties
     for sweep in range(sweeps):
         for i in range(r):
             around = torch.bmm(couplings[:, i : i + 1], held).view(f, s, -1)
@@ -78,10 +78,10 @@ def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor, start: 
 
 
 class PottsFamilies:
-    """`families` of alignments of `residues` columns and `rows` rows, on the structures of one embedded split.
+    """`families` alignments of `residues` columns and `rows` rows, on the structures of one embedded split.
 
-    Family i is a function of (split, seed, i) alone. `coupling` is beta. Shorter structures are not used, nor those
-    that are named in `without`, nor crops of which less than half was seen.
+    Family i is a function of only (split, seed, i). `coupling` is beta. Shorter structures, structures named in
+    `without` and crops of which less than half was seen are not used.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PottsFamilies:
         return self.families
 
     def protein(self, index: int) -> Protein:
-        """Family `index`. Families are drawn a batch at a time, when the first of them is asked for."""
+        """Family `index`. Families are drawn one batch at a time, at the first use of any of them."""
         batch, place = divmod(index, _BATCH)
         if batch not in self._drawn:
             self._drawn[batch] = self._sample(batch)
@@ -124,7 +124,7 @@ class PottsFamilies:
         for i in indices:
             random = generator("potts", self.split, self.seed, i)
             crop = self._crop(random)
-            while crop.contact_atoms()[1].mean() < 0.5:  # a tail of which little was seen
+            while crop.contact_atoms()[1].mean() < 0.5:  # less than half was seen
                 crop = self._crop(random)
             crops.append(crop)
             sources.append(random)
@@ -153,7 +153,7 @@ _BATCH = 64
 
 
 def coupled(protein: Protein, apart: int = APART) -> Tensor:
-    """Which residues are in contact, those nearer than `apart` along a chain left out: [r, r] bool."""
+    """The mask [r, r] of residues in contact, without those nearer than `apart` along a chain."""
     position, seen = protein.contact_atoms()
     x, there = torch.from_numpy(position), torch.from_numpy(seen)
     chain, place = torch.from_numpy(protein.asym_id), torch.from_numpy(protein.residue_index)
@@ -162,10 +162,10 @@ def coupled(protein: Protein, apart: int = APART) -> Tensor:
 
 
 def uneven(protein: Protein, random: torch.Generator) -> Tensor:
-    """How strongly residues in contact are coupled [r, r]: unlike one another, chain neighbours too, and a few others.
+    """Random strengths of couplings [r, r]: for contacts, chain neighbours included, and for a few other pairs.
 
-    Contacts of nature differ by more than their law: many are hardly seen in an alignment, and some that are seen are
-    of another state, or of a partner. What is weak has to be told from what is around it.
+    Natural contacts differ by more than their law: many are hardly visible in an alignment, and some visible couplings
+    belong to another state or to a partner. Weak contacts have to be inferred from their surroundings.
     """
     r = len(protein)
     contacts = coupled(protein, apart=1).float()
@@ -176,15 +176,15 @@ def uneven(protein: Protein, random: torch.Generator) -> Tensor:
 
 
 def drawn_properties(random: torch.Generator) -> Tensor:
-    """Three properties of the 20 letters [20, 3] that no chemistry knows, each of mean 0 and variance 1."""
+    """Three random properties of the 20 letters [20, 3], without chemistry, each of mean 0 and variance 1."""
     u = torch.randn(20, len(SIGNS), generator=random)
     return (u - u.mean(0)) / u.std(0, correction=0)
 
 
 def related(letters: Tensor, potts: tuple[Tensor, Tensor, Tensor], sources: Sequence[torch.Generator]) -> Tensor:
-    """Rows [f, s, r] as the leaves of a tree: the first eighth are as they were, of which three times all have twins.
+    """Rows [f, s, r] as the leaves of a tree: the first eighth is unchanged, and is doubled three times by copies.
 
-    Of a twin, a share of the residues is drawn anew, given the others; the share is the family's own.
+    In a copy, a share of the residues is drawn again, given the others; each family has its own share.
     """
     _, s, r = letters.shape
 
@@ -201,12 +201,12 @@ def related(letters: Tensor, potts: tuple[Tensor, Tensor, Tensor], sources: Sequ
 
 
 def worn(msa: Tensor, random: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Some of the rows [s, r] of an alignment, ends and stretches of them gone; and residues inserted [s, r]."""
+    """Some rows [s, r] of an alignment, without some ends and stretches; and numbers of inserted residues [s, r]."""
     s, r = msa.shape
     s = max(2, round(s * 8 ** -float(torch.rand((), generator=random))))
     msa = msa[torch.cat([torch.zeros(1, dtype=torch.long), 1 + torch.randperm(len(msa) - 1, generator=random)])[:s]]
     place = torch.arange(r)
-    bare = torch.rand(4, s, 1, generator=random)  # how much of the ends is gone, and where and how long a stretch is
+    bare = torch.rand(4, s, 1, generator=random)  # lengths of both missing ends; place and length of a missing stretch
     rare = torch.rand(3, s, 1, generator=random) < 0.3
     gone = (rare[0] & (place < bare[0] * r / 2)) | (rare[1] & (place >= r - bare[1] * r / 2))
     common = torch.randint(r, (4,), generator=random)  # where stretches begin, the same in many rows
@@ -219,7 +219,7 @@ def worn(msa: Tensor, random: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _family(crop: Protein, msa: np.ndarray, deletions: np.ndarray, index: int) -> Protein:
-    """The crop with another sequence: its contact atoms stay where they are, also where it had a glycine."""
+    """The crop with another sequence: contact atoms keep their positions, also at former glycines."""
     position, seen = crop.contact_atoms()
     positions, resolved = crop.positions.copy(), crop.resolved.copy()
     positions[:, ATOMS.index("CB")], resolved[:, ATOMS.index("CB")] = position, seen

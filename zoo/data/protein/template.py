@@ -1,4 +1,4 @@
-"""Templates: structures of relatives, laid along the sequence of a protein residue by residue.
+"""Templates: structures of relatives, aligned to the residues of a protein.
 
 1abc.cif                                     a protein
 1abc.template1.cif  1abc.template_2xyz.pdb.gz   its templates, which are not proteins of their own
@@ -16,18 +16,18 @@ from zoo.data.protein.structure import read_structure
 __all__ = ["align", "read_template", "template_owner"]
 
 _MARK = ".template"
-_SHORT = 15  # residues of a chain that half of its score says little of
-_ALIKE = 40.0  # least score of a relative: of 1,431 pairs of strangers among real structures three have it
+_SHORT = 15  # residues; for shorter chains, half of their own score is too little evidence
+_ALIKE = 40.0  # least score of a relative: 3 of 1,431 unrelated pairs of real structures reach it
 
 
 def template_owner(stem: str) -> str | None:
-    """The name of the protein whose template a structure of that name is; None for one that is no template."""
+    """The name of the protein of a template, from the template's name; None for a structure that is not a template."""
     name, mark, _ = stem.partition(_MARK)
     return name if name and mark else None
 
 
 def read_template(protein: Protein, path: str | os.PathLike[str]) -> Template:
-    """The template of a protein that a file holds; a ValueError names the file and what is wrong with it."""
+    """The template of a protein in a file; a ValueError names the file and the fault."""
     try:
         return align(protein, read_structure(path))
     except ValueError as error:
@@ -35,12 +35,11 @@ def read_template(protein: Protein, path: str | os.PathLike[str]) -> Template:
 
 
 def align(protein: Protein, other: Protein) -> Template:
-    """The other's residues as a template of the protein's: each chain has that of the other that fits it best.
+    """Align another protein to a protein as its template: each chain gets the best-fitting chain of the other.
 
-    Global alignment by BLOSUM62, where a gap costs 11 and each further residue of it 1, and those at the ends nothing.
-    A chain has none if no chain scores 40, or half of its score with itself if that is less (four
-    fifths for chains shorter than 15). If that is so of all
-    chains, a ValueError says it.
+    Global alignment by BLOSUM62: a gap costs 11, each further residue of it 1, gaps at the ends nothing. A chain has a
+    template if the best score is at least 40, or half of the chain's score with itself if that is less (four fifths for
+    chains shorter than 15). ValueError: no chain has a template.
     """
     aligner = PairwiseAligner(mode="global", open_gap_score=-11, extend_gap_score=-1, end_gap_score=0)
     aligner.substitution_matrix = substitution_matrices.load("BLOSUM62")
@@ -48,7 +47,7 @@ def align(protein: Protein, other: Protein) -> Template:
     source = np.full(r, -1)
     theirs: dict[str, np.ndarray] = {}
     for text, at in _chains(other):
-        theirs.setdefault(text, at)  # of copies the first
+        theirs.setdefault(text, at)  # the first of several copies
     for ours, at in _chains(protein):
         scores = {text: float(aligner.score(ours, text)) for text in theirs}
         chosen = max(scores, key=scores.__getitem__)
@@ -68,7 +67,7 @@ def align(protein: Protein, other: Protein) -> Template:
 
 
 def _chains(protein: Protein) -> Iterable[tuple[str, np.ndarray]]:
-    """Each chain in letters that the matrix has, and where its residues are."""
+    """Each chain in letters of LETTERS, and the places of its residues."""
     letters = encode(protein.sequence)
     for chain in np.unique(protein.asym_id):
         at = np.flatnonzero(protein.asym_id == chain)

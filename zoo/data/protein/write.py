@@ -15,9 +15,9 @@ __all__ = ["write_structure"]
 
 
 def write_structure(path: Path, protein: Protein, atoms: np.ndarray, confidence: np.ndarray) -> None:
-    """Write the atoms [r, a, 3] Å of a protein's residues; the column of B factors has the confidence [r], 0 to 100.
+    """Write the atoms [r, a, 3] Å of a protein's residues; the column of B factors is the confidence [r], 0 to 100.
 
-    Residues are numbered by their place in the chain, from 1, as `read_structure` reads them.
+    Residues are numbered by their place in the chain, from 1, as `read_structure` expects.
     """
     builder = StructureBuilder()
     builder.init_structure(protein.name)
