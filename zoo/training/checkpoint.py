@@ -5,7 +5,7 @@
                                   state.json         the step, the model's config, what the caller adds
                                   manifest.json      size and sha256 of every other file
 
-A checkpoint is written to `step-N.incomplete`, flushed to disk and renamed, so `step-N` is complete or absent. verify.py
+A checkpoint is written to `step-N.incomplete`, flushed to disk and renamed: `step-N` is complete or absent. verify.py
 checks it on reading. Random state is not stored: everything random in a run is a function of (seed, step, sample).
 
 `save` and `load` are collective: every rank calls them, and an error on one is raised on all.

@@ -146,7 +146,7 @@ class Task(ABC):
         return {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in made.items()}
 
     def bucket(self, step: int, groups: int) -> int:
-        """The bucket of the batches of a step, if steps differ in their computation; bucket 0 takes the most."""
+        """The bucket of the batches of a step, if steps differ in their computation; bucket 0 computes the most."""
         return 0
 
     def batch_tokens(self, bucket: int = 0) -> int:
