@@ -211,7 +211,7 @@ class TensorBoard:
 
 
 def higher(key: str) -> bool:
-    """Tell whether a higher measure is better: not so for losses and distances, so for all others."""
+    """Tell whether higher is better for a measure: lower is for losses and distances, higher for all others."""
     return not any(word in key for word in ("loss", "distance", "rmsd"))
 
 

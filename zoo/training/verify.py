@@ -19,7 +19,7 @@ from zoo.training import one_line
 
 FORMAT = 1
 MOST_BYTES = 1 << 26  # of manifest.json and state.json
-EACH = 24  # bytes of a long one for each name and object: a file of a checkpoint has a hundred for three
+EACH = 24  # fewest bytes for each name and object of a long JSON; a checkpoint's has a hundred for three
 
 
 class Damaged(Exception):
