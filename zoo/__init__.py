@@ -5,7 +5,7 @@ import zoo
 model = zoo.create("transformer2d", "720m", block="stdit")
 model(**model.example_inputs(frames=16, height=32, width=32))
 
-run = zoo.load("runs/demo")  # a trained one, on one process or on all ranks of a torchrun
+run = zoo.load("runs/demo")  # a trained model, on one process or on all ranks of a torchrun
 clips = run.sample(label=[3, 7], frames=16)
 
 pipe = zoo.pipeline("Wan2.1-T2V-1.3B-Diffusers")  # published weights, in a folder as diffusers saves it

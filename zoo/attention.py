@@ -17,7 +17,7 @@ try:
 except ImportError:
     flash_attn_func = None
 
-MAX_BATCH = 65535  # CUDA attention kernels launch one grid row a batch entry, and a grid has no more rows
+MAX_BATCH = 65535  # CUDA attention kernels launch one grid row for each batch entry; a grid has no more rows
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""Contracts as typed protocols: that of a model of the zoo, and the members that a value lacks of any contract.
+"""Contracts as typed protocols: that of a model of the zoo, and a comparison of any value with any contract.
 
     check(model).stages
 

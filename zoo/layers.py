@@ -317,7 +317,7 @@ def unpatchify(x: Tensor, patch: tuple[int, ...], size: tuple[int, int]) -> Tens
 
 
 def tensor_parallel(model: nn.Module, *stacks: str) -> dict[str, str]:
-    """By path (`*`: any number), how the linear layers in ``stacks`` of a model may be sharded over ranks."""
+    """The linear layers in ``stacks`` of a model that may be sharded over ranks: path (`*`: any number) -> how."""
     found = {}
     for stack in stacks:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):

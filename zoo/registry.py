@@ -75,7 +75,7 @@ def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
 
 
 def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any) -> nn.Module:
-    """Build a model from weights published elsewhere, with their names there; the model's module says which it reads.
+    """Build a model from weights published elsewhere, under their names; the model's module says which it reads.
 
     The Config is read off the tensors' shapes; ``overrides`` say what shapes cannot.
 

@@ -1,4 +1,4 @@
-"""The parts of a training run beside its model: configuration, tasks, checkpoints and records."""
+"""The parts of a training run other than its model: configuration, tasks, checkpoints and records."""
 
 import importlib.util
 import sys
@@ -78,5 +78,5 @@ def one_line(error: object) -> str:
 
 
 def printable(text: str) -> str:
-    """A text in which characters that move or colour a terminal's cursor are escaped; line breaks stay."""
+    """A text in which characters that move a terminal's cursor or colour text are escaped; line breaks stay."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -65,7 +65,7 @@ def closing(run: Any) -> Iterator[str]:
 def table(
     records: Sequence[Mapping[str, Any]], floors: Sequence[Floor], shown: Callable[[str], bool] = lambda key: True
 ) -> Iterator[str]:
-    """The last measures on held-out data that are `shown`, each beside the best of its baselines."""
+    """The last measures on held-out data that are `shown`, each with its best baseline."""
     found: dict[str, float] = {}
     for record in records:
         found |= {k: v for k, v in record.items() if k.startswith("val_") and isinstance(v, int | float)}

@@ -337,7 +337,7 @@ def _write(path: Path, text: str) -> None:
 def _remove(path: Path) -> None:
     """Remove a folder, a file in its place, or a link but not its target; the path may be absent.
 
-    A folder is renamed first, so that no checkpoint is ever there in part; the next `write` removes what remains of it.
+    A folder is renamed first, so that `step-N` is never there in part; the next `write` removes what remains of it.
     """
     if path.is_dir() and not path.is_symlink():
         rest = path if path.suffix == ".incomplete" else path.with_name(f"{path.name}.removed.incomplete")

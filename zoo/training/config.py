@@ -113,7 +113,7 @@ def create_infer(task: Task) -> Infer:
 
 
 def _made(kind: Any, what: str, *args: Any) -> Any:
-    """An instance; a UserError names every method that its class leaves out."""
+    """An instance of `kind`; a UserError names every method that the class lacks."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if issubclass(kind, Task) and kind.samples is Task.samples:
         asked = ("example", "batch", "validation_batches")

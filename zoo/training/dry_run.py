@@ -85,7 +85,7 @@ def _needed(config: Config) -> UserError:
 
 
 def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, device: torch.device) -> None:
-    """Refuse a run of which a rank needs more memory than its device has, or the ranks of a host more than its RAM."""
+    """Refuse a run if a rank needs more memory than its device has, or the ranks of a host more than its RAM."""
     replicate, _, sp = mesh_shape(config.parallel, dist.get_world_size())
     if device.type == "cuda":
         there, ranks = torch.cuda.get_device_properties(device).total_memory, 1

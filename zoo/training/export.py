@@ -4,9 +4,9 @@
     python -m zoo.training.export runs/latte --layout diffusers      # LatteTransformer3DModel.from_pretrained reads it
     python -m zoo.training.export runs/latte/checkpoints/step-00000500 --weights last --out latte-500
 
-The weights are the averaged ones, if the run kept them and without `--weights last`; adapters (LoRA) are merged into
-them. In a config `init.weights=runs/demo/export` begins another run with them; in Python `zoo.from_export` makes the
-model again, with the settings of its objective.
+The weights are the averaged ones if the run kept them, or with `--weights last` the last ones; adapters (LoRA) are
+merged into them. In a config `init.weights=runs/demo/export` begins another run with them; in Python `zoo.from_export`
+makes the model again, with the settings of its objective.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from zoo.training.sections import Lora
 def adapt(model: nn.Module, options: Lora, method: str = "dsp") -> nn.Module:
     """Give an adapter to the linear layers that `options.targets` name, in place; only adapters are trained then.
 
-    UserError: peft is not installed, a pattern that matches no linear layer, a method that cuts weights.
+    UserError: peft is not installed, a pattern that matches no linear layer, a method that shards weights.
     """
     rank, targets = options.rank, options.targets
     alpha: Any = options.alpha  # peft's type is int, but it takes any number

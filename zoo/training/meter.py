@@ -30,7 +30,7 @@ class Sums:
 class Meter:
     """Sums over steps, read and cleared by `read`. `elapsed`: seconds of the run before this start.
 
-    The first step of a start also plans, allocates and compiles: it is read by itself, and later means do not have it.
+    The first step of a start also plans, allocates and compiles: it is read by itself, and left out of later means.
     """
 
     def __init__(self, config: Any, world: int, device: torch.device, elapsed: float = 0.0):

@@ -53,7 +53,7 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
 
 
 def refuse_parameters_of_its_own(objective: nn.Module, model: nn.Module) -> None:
-    """Raise UserError for an objective with other parameters than the model's: nobody would give them values."""
+    """Raise UserError for an objective with parameters that are not the model's: they would get no values."""
     known = {id(p) for p in model.parameters()}
     if own := [name for name, p in objective.named_parameters() if id(p) not in known]:
         raise UserError(
@@ -128,7 +128,7 @@ def repeated_stages(model: nn.Module) -> list[nn.Module]:
 
 
 def recomputed_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The modules that keep only their inputs, by value of train.checkpoint_activations, which keep less and less.
+    """The modules that keep only their inputs, by value of train.checkpoint_activations, the one that keeps most first.
 
     A block is the module at the first `*` of a pattern: one layer with all its stages, or a stage that is a layer.
     """

@@ -20,7 +20,7 @@ from zoo.training.sections import Optim
 
 
 def due(every: int, step: int, steps: int) -> bool:
-    """Tell whether an event every `every` steps (0: never), and after the last, is due after `step`."""
+    """Tell whether an event that comes every `every` steps (0: never), and after the last, is due after `step`."""
     return every > 0 and step > 0 and (step % every == 0 or step == steps)
 
 

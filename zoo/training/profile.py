@@ -1,10 +1,10 @@
-"""Where the time of a step goes, and what a rank's memory holds.
+"""The parts of a step's time, and the contents of a rank's memory.
 
     profile.steps=10:13        writes runs/<name>/profile/rank-0.json, for ui.perfetto.dev, and prints a summary
     profile.memory=true        writes memory-rank-0.pickle or .json of the same steps, too
     profile.every=100          takes one step in 100 apart, for the shares in the log
 
-A share is one of the step's time on rank 0: data, switches (what sequence parallelism sends), weights (what FSDP
+A share is a part of the step's time on rank 0: data, switches (what sequence parallelism sends), weights (what FSDP
 gathers and reduces), compute, host (none of these). On a GPU the times are those of its kernels, on a CPU those of
 operations.
 """

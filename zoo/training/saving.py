@@ -55,7 +55,7 @@ class Saver:
             self.result = error, 0.0
 
     def wait(self) -> None:
-        """Wait until the checkpoint in writing is complete."""
+        """Wait until the checkpoint that is being written is complete."""
         if self.thread is None:
             return
         self.thread.join()
@@ -81,6 +81,6 @@ class Saver:
         return f"the last checkpoint known to be sound is {sound[-1][1]}" if sound else "no checkpoint of them is left"
 
     def abandon(self) -> None:
-        """After an error, give the checkpoint in writing a moment; ranks that it needs may be gone."""
+        """After an error, wait only a moment for the checkpoint being written: ranks that it needs may be gone."""
         if self.thread is not None:
             self.thread.join(PATIENCE)

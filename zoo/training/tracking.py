@@ -73,7 +73,7 @@ class Tracker:
             self.sinks.append(sink)
         if config.log.tensorboard:
             self.sinks.append(TensorBoard(directory, config, step))
-        write(directory / "config.yaml", to_yaml(config))  # last: nothing has refused this start
+        write(directory / "config.yaml", to_yaml(config))  # not before: a start may be refused
         write(directory / "plan.svg", plan.svg())
 
     @property
@@ -97,7 +97,7 @@ class Tracker:
         return {"wandb_id": self.wandb_id, "records": {"count": known}}
 
     def picture(self, step: int, path: Path) -> None:
-        """Show a GIF or a PNG that was written to the run's directory."""
+        """Send a GIF or a PNG in the run's directory to the sinks."""
         for sink in self.sinks:
             sink.picture(step, path)
 
@@ -133,9 +133,9 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 class Wandb:
-    """A run of wandb, a new part for each start.
+    """A run of wandb.
 
-    Offline, wandb writes some seconds late, which a kill loses. So a resumed run logs all its records again.
+    Offline, wandb writes some seconds late, which a kill loses. So each start of an offline run logs all records again.
     """
 
     def __init__(self, directory: Path, config: Config, run_id: str | None, plan: Sequence[Mapping[str, Any]]):

@@ -30,7 +30,7 @@ PATIENCE = 3.0  # seconds that a rank with an error waits for the report of anot
 LINGER = 20.0  # seconds that a rank with an error has for its own clean-up
 STUCK = 5  # seconds after which a message that does not go through counts as lost
 HOME = Path(__file__).resolve().parents[2]
-OWN = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # the project's own code in it
+OWN = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # the project's own code in HOME
 # places in the code where a rank waits for others
 WAITING = ("torch/distributed/", "zoo/training/guard.py", "dsp/collectives.py", "dsp/exchange.py", "torch/_ops.py")
 MOST = 1 << 20  # bytes of a message
@@ -249,7 +249,7 @@ def speak(line: str) -> None:
 
 
 def listen(world: int, seconds: float, announce: Callable[[int], None]) -> list[Peer]:
-    """Rank 0: open a port, `announce` it, and wait for all others."""
+    """On rank 0, open a port, `announce` it, and wait for all others."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.create_server(("", 0), family=family, backlog=world, dualstack_ipv6=family == socket.AF_INET6) as door:
         announce(door.getsockname()[1])
@@ -268,7 +268,7 @@ def listen(world: int, seconds: float, announce: Callable[[int], None]) -> list[
 
 
 def connect(rank: int, host: str, port: int) -> Peer:
-    """Any other rank: connect to rank 0."""
+    """On any other rank, connect to rank 0."""
     end = connection(socket.create_connection((host, port), timeout=10))
     end.send_bytes(json.dumps({"rank": rank, "name": f"process {os.getpid()} on {socket.gethostname()}"}).encode())
     return Peer(0, end, f"on {host}")

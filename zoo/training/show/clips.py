@@ -84,7 +84,7 @@ def decode(
 def _to_first(
     parts: Sequence[Tensor], whole: Tensor | None, units: int, rank: int, size: int, group: dist.ProcessGroup | None
 ) -> Tensor | None:
-    """`whole` (units ...) on rank 0, filled with the parts of all ranks, each of which has its `share` of the units."""
+    """Send all ranks' parts, each a `share` of the units, to rank 0, which returns `whole` (units ...) with them."""
     if whole is None:
         if parts:
             dist.send(torch.stack(list(parts)), group=group, group_dst=0)

@@ -35,7 +35,7 @@ from zoo.training.tasks.protein import Task
 from zoo.training.tracking import ascii_key
 
 ROWS = 512  # of an alignment, by default: as many as AlphaFold 2 attends to
-DRAWN_LEAN = 0.5  # for models that learned from drawn alignments: couplings of real ones stand out more
+DRAWN_LEAN = 0.5  # for models trained on drawn alignments: couplings of real ones stand out more
 FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
 
 
@@ -55,7 +55,7 @@ class Predicted:
         """The measures of the prediction; those that need the true structure only where it is known.
 
         Predicted distances are of contact atoms. lDDT-Cβ compares them with true distances of contact atoms, lDDT-Cα of
-        Cα atoms, as the field reports it: 1 by the first is 0.68 by the second. Measures of a structure are of Cα atoms.
+        Cα atoms, as the field reports it: 1 by the first is 0.68 by the second. Those of a structure are of Cα atoms.
         """
         known = truth(self.protein)
         found: dict[str, float | None] = {**contact_precision(self.contact, *known)}

@@ -31,15 +31,15 @@ from zoo.video.linear_denoiser import linear_denoiser_loss
 from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
 
 SAMPLES = hash_seed("samples")
-FLOOR_CLIPS, FLOOR_SIZE = 12_000, 4096  # that a linear denoiser is fitted to, and most values of one
-PROBE_FRAMES = 3_000  # one of each training clip, that the probe of classes is fitted to
+FLOOR_CLIPS, FLOOR_SIZE = 12_000, 4096  # clips that a linear denoiser is fitted to; most values of a clip
+PROBE_FRAMES = 3_000  # one of each training clip; the probe of classes is fitted to them
 FPS = 8.0  # where the data does not say
 FORMATS = ("gif", "mp4")
 
 
 @dataclass
 class Pairs:
-    """Samples and the real clips beside them, (n c t y x) uint8, on rank 0; None elsewhere."""
+    """Samples and their real clips, (n c t y x) uint8, on rank 0; None elsewhere."""
 
     real: Tensor | None
     samples: Tensor | None

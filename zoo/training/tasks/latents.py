@@ -215,7 +215,7 @@ def _sample_ids(entries: Sequence[Entry], epochs: Sequence[int]) -> list[int]:
 
 
 def sizes_told(frames: int, height: int, width: int, fps: float) -> dict[str, float]:
-    """The conditions of a clip without its caption: frames and pixels, not latent cells."""
+    """The conditions of a clip but for its caption: frames and pixels, not latent cells."""
     rate = fps if frames > 1 else _IMAGE_FPS
     sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width, "fps": rate}
     return {name: float(size) for name, size in sizes.items()}

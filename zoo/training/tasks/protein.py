@@ -303,7 +303,7 @@ class Task(task.Task):
 
 
 def structure_inputs(example: Example) -> dict[str, Tensor]:
-    """The objective's frames of an example's residues; seen ones share a weight of 1, or without any, all have 1e-6."""
+    """The frames of residues, for the objective. Seen frames share a weight of 1; if none is seen, all have 1e-6."""
     atoms, seen = example.frames().values()
     rotation, translation = frames_of(*atoms.unbind(-2))
     weight = torch.where(seen.sum() > 0, seen / seen.sum().clamp(min=1), 1e-6)

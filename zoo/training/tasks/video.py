@@ -379,7 +379,7 @@ class Task(task.Task):
     def _judged(
         self, inputs: Inputs, levels: Tensor, ids: Sequence[int], clip: tuple[int, int, int], count: int | None = None
     ) -> Iterator[tuple[int, int, Inputs]]:
-        """Yield the samples at every level, with other noise at each; `count` of them are to count (None: all)."""
+        """Yield the samples at every level, with other noise at each; `count` of them enter the mean (None: all)."""
         (frames, *size), here = clip, self.here(clip[0])
         for i in range(len(levels)):
             noise = seeded_noise(_VALIDATION, i, ids, here, (self.channels, size[0], size[1]))
