@@ -34,7 +34,7 @@ from zoo.training.use import load_model, locate, progress, wire_option
 
 
 class Parser(argparse.ArgumentParser):
-    """Every rank reads the same command line: rank 0 speaks for all."""
+    """The parser of every rank: all read the same command line, and rank 0 alone prints."""
 
     def error(self, message: str) -> NoReturn:
         error = UserError(f"{message}; {self.prog} --help explains every option")
@@ -47,12 +47,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def first_rank() -> bool:
-    """Also before there is a process group."""
+    """Tell whether this is rank 0, also before there is a process group."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def direct_coupling_analysis(arguments: Sequence[str]) -> int:
-    """Contacts from alignments, which takes no model: one process does it."""
+    """Predict contacts from alignments, without a model, in one process."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("--dca is done by one process: python infer.py --dca ...")
     dca = user_error(import_module, "zoo.training.show.dca")  # Biopython comes with an extra

@@ -55,7 +55,7 @@ from zoo.training.saving import Saver
 from zoo.training.task import Inputs, Show, Task
 from zoo.training.tracking import Tracker, ascii_key, changes, label, open_run
 
-STOPPED = 75  # exit status of a run that a signal ended: what started it is asked to start it again (EX_TEMPFAIL)
+STOPPED = 75  # exit status of a run that a signal ended (EX_TEMPFAIL): it asks the launcher to start the run again
 
 
 @dataclass
@@ -74,22 +74,22 @@ class Run:
     optimizers: list[torch.optim.Optimizer]
     average: MovingAverage | None
     directory: Path
-    plans: dict[int, dsp.Plan]  # of the buckets met so far
+    plans: dict[int, dsp.Plan]  # by bucket, for the buckets met so far
     guard: Guard
     saver: Saver
     profiler: Profiler
-    route: dsp.Route  # of switches
-    overlap: Any  # `parallel.overlap` as it was decided
+    route: dsp.Route  # the route of switches
+    overlap: Any  # `parallel.overlap`, with auto resolved
     ahead: bool = False  # whether a step is taken before its numbers are on the host
     start: int = 0
     tracker: Tracker | None = None  # on rank 0
-    waiting: list[Outcome] = field(default_factory=list)  # of steps whose numbers the host has not read yet
-    last: Outcome = None  # type: ignore[assignment]  # the last that it has
+    waiting: list[Outcome] = field(default_factory=list)  # the steps whose numbers the host has not read yet
+    last: Outcome = None  # type: ignore[assignment]  # the last step whose numbers it has read
 
 
 def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console, owner: Owner) -> Run:
     hardware = None
-    # parallel=auto: as the run that is resumed had it, else by the links at hand, measured
+    # parallel=auto: the choice of the run that is resumed, else a new choice, by measured links
     if config.parallel.auto:
         world, node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         choice = ranks.on_first_rank(lambda: auto.kept(config, world))
@@ -104,7 +104,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     mesh = init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
     fsdp_mesh = init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard"))
 
-    # data: every rank makes its own part of its group's samples
+    # data: every rank makes its own shard of its group's samples
     task = cfg.create_task(config, mesh["sp"], device)
     task.open()
     show = cfg.create_show(task)
@@ -112,9 +112,9 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     if (count := task.validation_samples) % (dp := replicate * shard):
         raise UserError(f"eval: {count} validation samples are not a multiple of {dp} data-parallel groups")
 
-    # model: shapes alone, weights come last
+    # model: shapes only, on the meta device; weights come last
     model, objective, stages = without_weights(config, task)
-    route = dsp.Route(config.parallel.route, hardware=hardware).at(mesh["sp"])  # by links that are measured, for auto
+    route = dsp.Route(config.parallel.route, hardware=hardware).at(mesh["sp"])  # auto: by measured links
     overlap = user_error(overlap_in, config, mesh["sp"] if sp > 1 else None, hardware)  # likewise
     plan = make_plan(config, task, objective, sp, route=route, overlap=overlap)
     check_memory(config, task, model, plan, device)
@@ -125,15 +125,15 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
         for line in opening(config, task, model, plan, (replicate, shard, sp), device, directory):
             ranks.say(line)
 
-    # dsp: the objective for training, where the loss is taken on shards; what samples are drawn with gathers its output
+    # dsp: the objective, for training, computes its loss on shards; the predictor, for samples, gathers its output
     predictor = task.predictor(model)
     method, sent = config.parallel.method, {"wire": config.parallel.wire, "route": route, "overlap": overlap}
     user_error(dsp.embedded.parallelize, objective, mesh["sp"], method, gather_output=False, **sent)
-    cut = {p for p in model.parameters() if isinstance(p.data, DTensor)}  # over sp, in sampling, too
+    cut = {p for p in model.parameters() if isinstance(p.data, DTensor)}  # sharded over sp, also in sampling
     user_error(dsp.embedded.parallelize, predictor, mesh["sp"], method if cut else "dsp", **sent)
 
-    # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient. Those
-    # that a method has cut over sp are none of its business
+    # fsdp: weights are gathered a stage at a time; averaging gradients over all ranks gives the exact gradient.
+    # Parameters that the method has sharded over sp are ignored
     weights_over = fsdp_mesh if replicate > 1 else fsdp_mesh["shard"]
     policy = MixedPrecisionPolicy(compute_dtype(config), torch.float32, cast_forward_inputs=False)
     kept_at = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.train.offload else OffloadPolicy()
@@ -141,11 +141,11 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     for stage in stages:
         share(stage, mp_policy=replace(policy, cast_forward_inputs=True))
     share(model, mp_policy=policy)
-    # it warns of outputs that are views, which only in-place operations on them would break: nothing here has any
+    # FSDP warns of outputs that are views, into which nothing may write in place: nothing here does
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     initialize(model, task, device, torch.device("cpu") if config.train.offload else None)
 
-    # optimizer: and, beside it, the weights that are judged
+    # optimizer, and the moving average of the weights, for validation and samples
     updates = optimizers(model, config.optim, fused=bool(config.train.ahead) or config.train.offload)
     average = MovingAverage(model, config.train.ema) if config.train.ema else None
 
@@ -174,7 +174,7 @@ def resume(run: Run) -> None:
     room = checkpoint.expected_size(run.model, run.average) * max(
         1, config.checkpoint.keep + 1 - len(checkpoint.found(directory))
     )
-    ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # now rather than hours later
+    ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # fail now rather than hours later
     if dist.get_rank() == 0:
         run.tracker = Tracker(run.directory, config, step=run.start, before=before, plan=run.plans[0])
         if run.start:
@@ -182,7 +182,7 @@ def resume(run: Run) -> None:
 
 
 def loop(run: Run) -> bool:
-    """Train to the last step. False if a signal ended it before."""
+    """Train to the last step; return False if a signal ended the run before."""
     config, steps = run.config, run.config.train.steps
     group, groups = data_parallel(run)
     wanted = ((step, micro) for step in range(run.start, steps) for micro in range(config.train.accumulation))
@@ -230,7 +230,7 @@ def loop(run: Run) -> bool:
 
 
 def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str, float], bool]:
-    """One update of the weights. Returns what to log, and whether any rank was asked to stop."""
+    """Update the weights once; return the values to log, and whether any rank was asked to stop."""
     options, accumulation = run.config.train, run.config.train.accumulation
     lr = learning_rate(run.config.optim, step, options.steps)
     for optimizer in run.optimizers:
@@ -252,7 +252,7 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
         run.waiting.append(outcome)
         last = judge(run, left=1)
     else:
-        judge(run)  # those before it, which have been taken: this one has not
+        judge(run)  # the earlier steps: their updates are done, that of this one is not
         run.waiting.append(outcome)
         last = judge(run)
         if run.guard.taken == step:
@@ -266,22 +266,22 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
 
 
 def judge(run: Run, left: int = 0) -> Outcome:
-    """Judge the steps whose numbers the host has not read yet, but for the last `left`; return the last that was."""
+    """Judge the steps whose numbers the host has not read yet, but for the last `left`; return the one judged last."""
     try:
         while len(run.waiting) > left:
             run.last = outcome = run.waiting.pop(0)
-            if run.guard.copies(outcome.step, outcome.loss):  # by the same numbers on every rank, as what follows
+            if run.guard.copies(outcome.step, outcome.loss):  # every rank has the same numbers, and decides alike
                 run.guard.kept = kept(run)
             run.guard.takes(outcome, run)
     except Diverged:
         with suppress(Diverged):
-            judge(run)  # a step that the device has taken by now counts
+            judge(run)  # the device may have taken the steps that still wait: they count
         raise
     return run.last
 
 
 def update(run: Run, taken: Tensor | None = None) -> None:
-    """Update the weights; `taken`: zero if the device is to skip this (0-d)."""
+    """Update the weights; `taken` (0-d): zero if the device is to skip the update."""
     for optimizer in run.optimizers:
         skipping(optimizer, taken)
         optimizer.step()
@@ -290,7 +290,7 @@ def update(run: Run, taken: Tensor | None = None) -> None:
 
 
 def wanted_now(run: Run, step: int) -> bool:
-    """Tell whether the numbers of a step are wanted before the next one begins."""
+    """Tell whether the numbers of a step are needed before the next step begins."""
     config, steps = run.config, run.config.train.steps
     every = config.log.every, config.checkpoint.every, config.eval.every, config.sample.every, config.train.sound
     return step in (run.start + 1, steps) or any(due(number, step, steps) for number in every)
@@ -300,7 +300,7 @@ def wanted_now(run: Run, step: int) -> bool:
 
 
 def assess(run: Run, step: int) -> None:
-    """Validate and sample after `step`, if that is due and not done yet: a resumed run may have been stopped before."""
+    """Validate and sample after `step`, if that is due and not done: a resumed run may have stopped before doing so."""
     config, records = run.config, run.tracker.records if run.tracker else []
     judged = any("val_loss" in record and record["step"] == step for record in records)
     if due(config.eval.every, step, config.train.steps) and not ranks.on_first_rank(lambda: judged):
@@ -328,7 +328,7 @@ def assess(run: Run, step: int) -> None:
 
 @torch.no_grad()
 def evaluate(run: Run) -> tuple[dict[str, float], list[float]]:
-    """Mean losses over the validation samples: every term at all levels together, and the whole at each level."""
+    """The mean losses over the validation samples: each term over all levels, and the sum of terms at each level."""
     group, groups = data_parallel(run)
     run.objective.eval()
     losses: dict[str, float] = {}
@@ -349,13 +349,13 @@ def save(run: Run, step: int) -> None:
 
 
 def extra(run: Run, step: int) -> dict[str, Any]:
-    """The part of a checkpoint beside the tensors."""
+    """The part of a checkpoint that is not tensors."""
     recorded = ranks.on_first_rank(lambda: run.tracker.flush(step) if run.tracker else {})
     return {**recorded, "guard": run.guard.state()}
 
 
 def kept(run: Run) -> Kept:
-    """A copy of the weights as they are, and of all that goes with them."""
+    """A copy of the current weights, with everything else that a checkpoint of them has."""
     return Kept(run.guard.taken, checkpoint.hold(contents(run)), extra(run, run.guard.taken))
 
 
@@ -368,7 +368,7 @@ def contents(run: Run) -> checkpoint.Contents:
 
 
 def plan_of(run: Run, bucket: int) -> dsp.Plan:
-    """The plan for batches of a bucket, made when it is first asked for."""
+    """The plan for batches of a bucket, made at its first use."""
     if bucket not in run.plans:
         _, objective, _ = without_weights(run.config, run.task)
         sp = run.mesh["sp"].size()
@@ -377,7 +377,7 @@ def plan_of(run: Run, bucket: int) -> dsp.Plan:
 
 
 def data_parallel(run: Run) -> tuple[int, int]:
-    """Which data-parallel group this rank belongs to, and how many there are."""
+    """The index of this rank's data-parallel group, and the number of groups."""
     sp = run.mesh["sp"].size()
     return dist.get_rank() // sp, dist.get_world_size() // sp
 
@@ -403,7 +403,7 @@ def main(arguments: list[str]) -> int:
 
 
 def train(config: cfg.Config, console: Console, refused: UserError | None) -> bool:
-    """Train, and tell whether the run came to its end; False if a signal stopped it. `refused`: an error of all."""
+    """Train; return False if a signal stopped the run. `refused`: the error of a configuration that cannot be used."""
     with ranks.training(config.train.timeout, cfg.flat(config), refused) as (device, stop), Owner() as owner:
         run = setup(config, device, stop, console, owner)
         try:
@@ -414,7 +414,7 @@ def train(config: cfg.Config, console: Console, refused: UserError | None) -> bo
             if run.tracker:
                 run.tracker.finish()
         if not finished:
-            ranks.total(0)  # all leave together: torchrun ends the others when one leaves with a status
+            ranks.total(0)  # wait for all ranks: torchrun ends the others when one exits with a status
     return finished
 
 

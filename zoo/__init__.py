@@ -5,7 +5,7 @@ import zoo
 model = zoo.create("transformer2d", "720m", block="stdit")
 model(**model.example_inputs(frames=16, height=32, width=32))
 
-run = zoo.load("runs/demo")  # a trained one, on one process or on all ranks of a torchrun
+run = zoo.load("runs/demo")  # a trained model, on one process or on all ranks of a torchrun
 clips = run.sample(label=[3, 7], frames=16)
 
 pipe = zoo.pipeline("Wan2.1-T2V-1.3B-Diffusers")  # published weights, in a folder as diffusers saves it
@@ -20,11 +20,11 @@ from zoo.registry import create, from_export, from_reference, list_models, sizes
 def load(path: Any, *, averaged: bool = True, wire: str = "same") -> Any:
     """The trained model of a run's directory, or of one of its checkpoints: a `zoo.training.use.Run`.
 
-    averaged: with the moving average of its weights, if the run kept one. It is restored on every rank; a process that
-    torchrun did not start is the only one. wire: the format in which ranks send activations to one another, as for
-    `dsp.parallelize`. ValueError: no run, no sound checkpoint, or one of another model.
+    averaged: use the moving average of the weights, if the run kept one. The model is restored on every rank; without
+    torchrun, this process is the only rank. wire: the format in which ranks send activations to one another, as for
+    `dsp.parallelize`. ValueError: no run, no sound checkpoint, or a checkpoint of another model.
     """
-    from zoo.training.use import Run  # it needs what models do not: dsp, configurations, checkpoints
+    from zoo.training.use import Run  # it imports dsp, configurations and checkpoints, which models do not need
 
     return Run(path, averaged=averaged, wire=wire)
 
@@ -40,11 +40,11 @@ def pipeline(
 ) -> Any:
     """The published video model in a folder as diffusers saves a pipeline, on one process or all ranks of a torchrun.
 
-    Wan, Latte, and STDiT by its own weights in `transformer/`, beside `vae/`, `text_encoder/`, `tokenizer/` and
-    `scheduler/`; nothing is downloaded. dtype: fp32, bf16 or fp16; None: that for which the family was published.
-    scheduler: the class of another of diffusers' schedulers; shift: of its noise levels. branches: half of the ranks
-    make each of the two predictions of guidance. wire: the format in which ranks send activations to one another, as
-    for `dsp.parallelize`. ValueError: a part is missing, damaged or not known.
+    The families are Wan, Latte, and STDiT (with its own weights in `transformer/`). The folder also has `vae/`,
+    `text_encoder/`, `tokenizer/` and `scheduler/`; nothing is downloaded. dtype: fp32, bf16 or fp16; None: the dtype
+    that the family was published for. scheduler: the class of another scheduler of diffusers; shift: the shift of its
+    noise levels. branches: half of the ranks compute each of the two predictions of guidance. wire: the format in which
+    ranks send activations to one another, as for `dsp.parallelize`. ValueError: a part is missing, damaged or unknown.
     """
     from zoo.training.pipeline import Pipeline
 

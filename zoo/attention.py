@@ -1,5 +1,5 @@
 """Attention, with the options that the models choose from: grouped keys, rotary positions, normalised heads, a bias,
-fewer keys than places.
+low rank.
 
 Letters: b batch, n queries, m keys, h heads, g heads of keys and values, e channels of a head, t frames, s patches of a
 frame, c channels, l text tokens.
@@ -17,7 +17,7 @@ try:
 except ImportError:
     flash_attn_func = None
 
-MAX_BATCH = 65535  # CUDA attention kernels launch one grid row a batch entry, and a grid has no more rows
+MAX_BATCH = 65535  # CUDA attention kernels launch one grid row for each batch entry; a grid has no more rows
 
 
 def attend(
@@ -25,11 +25,11 @@ def attend(
 ) -> Tensor:
     """Softmax attention: queries (b n h e), keys and values (b m g e) -> (b n h e).
 
-    h is a multiple of g: query heads in groups of h/g share a head of keys and values (Ainslie et al., arXiv
-    2305.13245), all of them where g is 1. ``mask`` (b m) is True for the keys to be seen; where it is False throughout,
-    all of them are. ``bias`` (b h n m), or 1 for any of these, is added to the logits. ``causal``: a query sees the
-    keys up to its own place (neither mask nor bias then). flash-attn runs it where it is installed and can (CUDA, half
-    precision, neither mask nor bias), PyTorch's SDPA everywhere else.
+    h is a multiple of g: groups of h/g query heads share a head of keys and values (Ainslie et al., arXiv 2305.13245).
+    ``mask`` (b m) is True for keys that queries see; if a sample's mask is False throughout, its queries see all keys.
+    ``bias`` (b h n m), any of these dims 1, is added to the logits. ``causal``: a query sees the keys up to its own
+    position (mask and bias are None then). flash-attn computes it where it is installed and can (CUDA, half precision,
+    neither mask nor bias), PyTorch's SDPA everywhere else.
     """
     check_heads(q.shape[2], k.shape[2])
     if len(q) > MAX_BATCH:
@@ -40,7 +40,7 @@ def attend(
     native = q.dtype in (torch.float16, torch.bfloat16) and mask is None and bias is None
     if flash_attn_func is not None and q.is_cuda and native and q.shape[-1] <= 256:
         return flash_attn_func(q, k, v, causal=causal)
-    if not native:  # of PyTorch's kernels with linear memory, those that take all this know no groups
+    if not native:  # PyTorch's kernels with linear memory that take float32, a mask or a bias take no groups
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     if mask is not None:
         mask = (mask | ~mask.any(-1, keepdim=True))[:, None, None, :]
@@ -72,9 +72,9 @@ def rotate(x: Tensor, pairs: str, base: float = 10000.0) -> Tensor:
 
 
 def turn(x: Tensor, sin: Tensor, cos: Tensor, pairs: str) -> Tensor:
-    """Turn pairs of channels of (b n h e) by angles whose sines and cosines are given, (n 1 e/2); ``rotate`` says more.
+    """Turn pairs of channels of (b n h e) by the angles with these sines and cosines (n 1 e/2); see ``rotate``.
 
-    In the precision of the angles; the result is of x's.
+    Computed in the dtype of the angles; the result has the dtype of x.
     """
     if pairs == "interleaved":
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -86,7 +86,7 @@ def turn(x: Tensor, sin: Tensor, cos: Tensor, pairs: str) -> Tensor:
 
 
 class SoftmaxAttention(nn.Module):
-    """`attend` as a module without parameters: where attention, and nothing else, goes from place to place."""
+    """`attend` as a module without parameters: the only part of attention that mixes positions."""
 
     def __init__(self, causal: bool = False):
         super().__init__()
@@ -99,9 +99,9 @@ class SoftmaxAttention(nn.Module):
 class LowRankAttention(nn.Module):
     """Linformer (Wang et al., arXiv 2006.04768): attention to `rows` weighted sums of all keys, and of all values.
 
-    The weights E and F (`rows` x `places`) are learned, a column for each place, and all heads share them. A sequence
-    of fewer places takes the first columns; of more it is refused. What queries see is as long whatever the sequence,
-    so that the cost grows with the places, not with their square.
+    The weights E and F (`rows` x `places`) are learned, with a column for each position, and all heads share them. A
+    shorter sequence takes the first columns; a longer one is refused. Queries see `rows` sums whatever the length of
+    the sequence, so the cost grows with that length and not with its square.
     """
 
     def __init__(self, rows: int, places: int):
@@ -115,7 +115,7 @@ class LowRankAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A sum over all places starts as large as one of them, if those are independent."""
+        """Draw weights that make a sum over all positions as large as one summand, if the summands are independent."""
         for weight in (self.of_keys, self.of_values):
             nn.init.normal_(weight, std=self.places**-0.5)
 
@@ -123,7 +123,7 @@ class LowRankAttention(nn.Module):
         return self.attend(q, *self.project(k, v))
 
     def project(self, k: Tensor, v: Tensor, start: int = 0, size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values (b m g e) of the places from `start` on, of `size` -> what they add to the sums (b r g e)."""
+        """Keys and values (b m g e), at `start` in a sequence of `size` -> what they add to the sums (b r g e)."""
         size = k.shape[1] if size is None else size
         if size > self.places:
             raise ValueError(
@@ -138,21 +138,21 @@ class LowRankAttention(nn.Module):
         return weighed(k, self.of_keys), weighed(v, self.of_values)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries (b n h e) and the sums over all places."""
+        """Attention of queries (b n h e) to the sums over all positions."""
         return attend(q, k, v)
 
 
 class SelfAttention(nn.Module):
     """Self-attention along one dim of (b t s c): over space (``"s"``) or over time (``"t"``).
 
-    ``width`` is the channels of all heads together, if not ``dim``. ``causal``: no place sees a later one. ``kv_heads``
-    is the number of heads of keys and values: ``heads`` of them unless told otherwise, fewer for grouped-query
-    attention, 1 for multi-query attention. ``rope`` rotates queries and keys, see ``rotate``; ``qk_norm`` puts an
-    RMSNorm with weights of its own on each head of them, "before" or "after" that. ``low_rank``, (rows, places), is
-    Linformer's: see ``LowRankAttention``. All but ``core`` is the same for every place, unless there is a rotation.
+    ``width``: the channels of all heads together, by default ``dim``. ``causal``: no position sees a later one.
+    ``kv_heads``: the number of heads of keys and values, by default ``heads``; fewer for grouped-query attention, 1 for
+    multi-query attention. ``rope`` rotates queries and keys, see ``rotate``; ``qk_norm`` puts an RMSNorm on each of
+    their heads, "before" or "after" the rotation. ``low_rank``, (rows, places), is Linformer's: see
+    ``LowRankAttention``. Everything but ``core`` treats all positions alike, unless there is a rotation.
     """
 
-    # what `core` computes over, for models to say where theirs are; query heads (g r) in groups that share a head g
+    # patterns of `core`, for the `cores` of models; (g r): r query heads share a head g of keys and values
     CORE = {
         "s": "(b t) [s] (g r) [e], (b t) [s] g [e], (b t) [s] g [e] -> (b t) [s] (g r) [e]",
         "t": "(b s) [t] (g r) [e], (b s) [t] g [e], (b s) [t] g [e] -> (b s) [t] (g r) [e]",
@@ -199,14 +199,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = rearrange(self.qkv(rearrange(x, self.fold)), "b n (h e) -> b n h e", e=self.head_dim)
-        every = self.heads + 2 * self.kv_heads  # of which a rank may have a part of each kind
+        every = self.heads + 2 * self.kv_heads  # all heads; under tensor parallelism a rank has a share of each kind
         q, k, v = heads.split([heads.shape[2] * h // every for h in (self.heads, self.kv_heads, self.kv_heads)], dim=2)
         q, k = self.prepare(q, self.q_norm), self.prepare(k, self.k_norm)
         y = self.out(rearrange(self.core(q, k, v), "b n h e -> b n (h e)"))
         return rearrange(y, self.unfold, b=len(x))
 
     def prepare(self, x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-        """Position and norm of queries or keys (b n h e)."""
+        """Rotate and normalise queries or keys (b n h e)."""
         if norm is not None and self.qk_norm == "before":
             x = norm(x)
         if self.rope is not None:
@@ -217,7 +217,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention from (b ... c) to text (b l c), the same for every place; ``mask`` (b l) keeps tokens.
+    """Attention from (b ... c) to text (b l c), for all positions alike; ``mask`` (b l) is True for tokens to see.
 
     ``qk_norm`` puts an RMSNorm with weights of its own on queries and on keys, over the channels of all heads together.
     """

@@ -1,4 +1,4 @@
-"""Contracts: what a model of the zoo, a data set and a task have, as typed protocols, and what is missing by name.
+"""Contracts as typed protocols: that of a model of the zoo, and a comparison of any value with any contract.
 
     check(model).stages
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Model(Protocol):
-    """The contract. What a model has nothing of is an empty dict."""
+    """The contract of a model. Its dicts may be empty."""
 
     config: Annotated[Any, "the dataclass that it was made from"]
     stages: Annotated[Mapping[str, str], "a dict of pattern to what the stage computes over"]
@@ -32,7 +32,7 @@ class Model(Protocol):
 
 
 def check(model: Any) -> Model:
-    """The model as one of the zoo. A TypeError names everything that it lacks, and what that would be."""
+    """Return the model, typed as one of the zoo. A TypeError names and describes every member that it lacks."""
     wanted, missing = members(Model), lacks(model, Model)
     if "config" not in missing and not is_dataclass(model.config):
         missing.append("config")
@@ -45,7 +45,7 @@ def check(model: Any) -> Model:
 
 
 def members(contract: type) -> dict[str, str]:
-    """The members of a protocol, and what each is: the note of an attribute, the docstring of a method."""
+    """The members of a protocol with their descriptions: an attribute's annotation, a method's docstring."""
     hints = get_type_hints(contract, include_extras=True)
     methods = {name: found for name, found in vars(contract).items() if isinstance(found, FunctionType)}
     own = {name: getdoc(method) or "" for name, method in methods.items() if name in ("__len__", name.lstrip("_"))}
@@ -53,7 +53,7 @@ def members(contract: type) -> dict[str, str]:
 
 
 def lacks(value: Any, contract: type) -> list[str]:
-    """The members of a protocol that a value lacks, or has of another type."""
+    """The members of a protocol that a value lacks, or has with another type."""
     hints = get_type_hints(contract)
 
     def fits(name: str) -> bool:

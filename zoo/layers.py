@@ -17,7 +17,7 @@ from zoo.attention import CrossAttention, SelfAttention
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between them, tanh-GELU unless told otherwise."""
+    """Two linear layers with an activation between them, tanh-GELU by default."""
 
     def __init__(self, dim: int, hidden: int, out: int | None = None, activation: nn.Module | None = None):
         super().__init__()
@@ -39,22 +39,22 @@ def init_linear(model: nn.Module) -> None:
 
 
 def init_zero(*layers: nn.Linear) -> None:
-    """Zero weights and biases: what such a layer adds to a residual starts as nothing."""
+    """Zero weights and biases, so that the layers add nothing to a residual at first."""
     for layer in layers:
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
 
 
 def truncated_normal(weight: Tensor, std: float) -> None:
-    """Normal numbers cut off at two standard deviations, ``std`` being what is left after the cut.
+    """Draw normal numbers cut off at two standard deviations; ``std`` is the deviation after the cut.
 
-    By the inverse of their distribution function: a loop until all are within, as torch has it, needs real numbers.
+    Computed by the inverse of the distribution function: torch's loop until all numbers are within needs data.
     """
     inside = math.erf(math.sqrt(2))
     weight.uniform_(-inside, inside).erfinv_().mul_(math.sqrt(2) * std / 0.87962566103423978)
 
 
-# Positions: computed in every forward, which costs nothing beside a block and fits any length on any device
+# Positions: computed in every forward, which costs little next to a block and works for any length on any device
 
 
 def sincos(positions: Tensor, dim: int) -> Tensor:
@@ -104,9 +104,9 @@ class LabelEmbed(nn.Module):
 
 
 class ScaleShiftTable(nn.Module):
-    """adaLN-single (PixArt-alpha, section 2.3): a table (k c) of this layer's own on what the model computed once.
+    """adaLN-single (PixArt-alpha, section 2.3): a table (k c) of this layer, added to what the model computes once.
 
-    Takes (b k*c), or (b c) for every row alike -> (b k c).
+    (b k*c), or (b c) for all rows alike -> (b k c).
     """
 
     def __init__(self, dim: int, rows: int):
@@ -118,7 +118,7 @@ class ScaleShiftTable(nn.Module):
 
 
 class ScaleShiftLinear(nn.Module):
-    """adaLN-Zero (DiT, section 3.2): SiLU and a linear layer of this layer's own, (b c) -> (b k c)."""
+    """adaLN-Zero (DiT, section 3.2): SiLU and a linear layer, (b c) -> (b k c)."""
 
     def __init__(self, dim: int, rows: int):
         super().__init__()
@@ -130,7 +130,7 @@ class ScaleShiftLinear(nn.Module):
 
 
 def expect(name: str, given: Tensor | None, wanted: bool, built: str) -> None:
-    """A forward takes the conditioning that its model was built for, no less and no more."""
+    """Raise ValueError unless a forward gets exactly the conditioning that its model was built for."""
     if wanted != (given is not None):
         raise ValueError(f"a model built with {built} {'needs' if wanted else 'takes no'} {name}")
 
@@ -145,9 +145,9 @@ def rows(
 ) -> tuple[Tensor, ...]:
     """The rows of (b k c), each (b 1 ... 1 c): shift, scale, gate in this order, for one sublayer after another.
 
-    ``dims`` is the number of dims between b and c of what they modulate; (b ... k c), with all of them, is of each
-    place its own. With ``x_mask`` (b t) each is (b t 1 ... c): the frames where it is False take theirs from ``clean``
-    (b k c).
+    ``dims`` is the number of dims between b and c of the modulated tensor; (b ... k c), with all these dims, has rows
+    for each position. With ``x_mask`` (b t) each row is (b t 1 ... c): frames where the mask is False have the rows of
+    ``clean`` (b k c).
     """
     if modulation.ndim == 3 + dims:
         return modulation.unbind(-2)
@@ -162,7 +162,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-# Stages: each takes and returns whole residuals, so that nothing but the residual crosses a boundary
+# Stages: each takes and returns the residual, so that nothing else crosses a stage's boundary
 
 
 class Block(nn.Module):
@@ -170,8 +170,8 @@ class Block(nn.Module):
 
     Modulated attention, attention to text (if ``text``; without norm or gate), modulated MLP. ``modulation`` turns
     ``cond`` (b k) into shift, scale and gate of both modulated sublayers, and ``clean`` (b k) into those of the frames
-    that ``x_mask`` (b t) has as False. ``positions`` adds the temporal table first, unless there is one frame alone:
-    that is an image. ``options`` are those of the attention.
+    where ``x_mask`` (b t) is False. ``positions`` adds the temporal table first, unless there is only one frame, an
+    image. ``options`` are those of the attention.
     """
 
     def __init__(
@@ -212,25 +212,25 @@ class Block(nn.Module):
 
 
 class ModulatedNorm(nn.Module):
-    """The one input of attentions that run side by side: norm and modulation of (b ... c); ``cond`` as in Block."""
+    """The common input of parallel attentions: norm and modulation of (b ... c); ``cond`` as in Block."""
 
     def __init__(self, modulation: nn.Module):
         super().__init__()
-        self.modulation = modulation  # of 2 rows
+        self.modulation = modulation  # makes 2 rows
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         return modulate(norm(x), *rows(self.modulation(cond), dims=x.ndim - 2))
 
 
 class FusedMLP(nn.Module):
-    """The end of attentions that ran side by side: their gated sum ``y`` joins x (b ... c), then a modulated MLP.
+    """The end of parallel attentions: their sum ``y``, gated, is added to x (b ... c); then a modulated MLP.
 
     With ``heads``, attention to text comes between the two, as in Block.
     """
 
     def __init__(self, dim: int, modulation: nn.Module, heads: int | None = None):
         super().__init__()
-        self.modulation = modulation  # of 4 rows
+        self.modulation = modulation  # makes 4 rows
         self.cross = None if heads is None else CrossAttention(dim, heads)
         self.mlp = MLP(dim, 4 * dim)
 
@@ -246,12 +246,12 @@ class FusedMLP(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Latent video (b i t h w) to tokens (b t s c) with the 2-D sincos table of their place in the frame.
+    """Latent video (b i t h w) to tokens (b t s c) with the 2-D sincos table of their position in the frame.
 
     Frames are padded at the bottom and the right to whole patches. The table's first half of channels encodes the
     column, its second half the row. ``sample_size`` stretches the positions of any frame over the grid of a square
-    frame of that many cells, as diffusers' models do; without it they count patches, or are ``stride`` (b 2) apart: the
-    rows of each sample and its columns.
+    frame with sides of that many cells, as diffusers' models do. Without it positions count patches, or are ``stride``
+    (b 2) apart: the distance of each sample's rows, then of its columns.
     """
 
     def __init__(self, in_channels: int, dim: int, patch: tuple[int, int, int], sample_size: int | None = None):
@@ -286,8 +286,8 @@ class PatchEmbed(nn.Module):
 class FinalLinear(nn.Module):
     """A token (b t s c) to the values of its patch (b t s k): norm, modulation, linear.
 
-    Frames that ``x_mask`` (b t) has as False are normalised and modulated a second time, with ``clean`` (b k): so does
-    Open-Sora, whose weights were trained with it.
+    Frames where ``x_mask`` (b t) is False are normalised and modulated a second time, with ``clean`` (b k), as in
+    Open-Sora, whose weights were trained so.
     """
 
     def __init__(self, dim: int, out_channels: int, patch: tuple[int, int, int], modulation: nn.Module):
@@ -317,7 +317,7 @@ def unpatchify(x: Tensor, patch: tuple[int, ...], size: tuple[int, int]) -> Tens
 
 
 def tensor_parallel(model: nn.Module, *stacks: str) -> dict[str, str]:
-    """The linear layers in ``stacks`` of a model that may be cut over ranks, and how: by path, `*` for any number."""
+    """The linear layers in ``stacks`` of a model that may be sharded over ranks: path (`*`: any number) -> how."""
     found = {}
     for stack in stacks:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
@@ -342,7 +342,7 @@ class VideoConfig:
 
     @property
     def out_channels(self) -> int:
-        """in_channels but for those that only condition; twice as many for a model that also predicts a variance."""
+        """in_channels, doubled if the model also predicts a variance, less those that only condition."""
         times = 2 if getattr(self, "learn_sigma", False) else 1
         return times * self.in_channels - getattr(self, "condition_channels", 0)
 

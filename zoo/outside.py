@@ -1,6 +1,6 @@
-"""Parts from outside of the zoo: a model, a data set or a task of somebody else, by a name that a user wrote.
+"""Parts from outside of the zoo: a user's own model, data set or task, by the name that the user wrote.
 
-Code runs because its user named it, in the configuration file or on the command line; nothing else is imported.
+Only modules that the user names, in the configuration file or on the command line, are imported.
 """
 
 import importlib
@@ -13,8 +13,8 @@ from typing import Any
 def outside(name: str, group: str) -> Any:
     """The object that a name stands for: ``package.module:Class``, ``package.module``, or an entry point of `group`.
 
-    Modules are looked for among what is installed, and last in the current folder. Raises ValueError where there is
-    none; what a module raises while it is imported is its own.
+    Modules are looked for among the installed packages, then in the current folder. Raises ValueError where there is
+    none; an error that the module raises during its import is not changed.
     """
     for entry in entry_points(group=group, name=name):
         return entry.load()
@@ -27,7 +27,7 @@ def outside(name: str, group: str) -> Any:
         found: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # of something that it needs itself
+            raise  # the missing module is one that `path` imports
         raise ValueError(
             f"{name}: there is no module {error.name!r}, neither installed nor in the folder {os.getcwd()}"
         ) from None

@@ -1,6 +1,6 @@
 """Grids of pictures as PNG and GIF files, and as MP4 files written by FFmpeg through PyAV (extra `video`).
 
-A file is whole or absent. Letters: n pictures or clips, c channels, t frames, h w height and width; y x of the grid.
+A file is complete or absent. Letters: n pictures or clips, c channels, t frames, h w height and width; y x of the grid.
 """
 
 import math
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 GAP = 2  # pixels between pictures
-SIDE = 64  # of a picture, at least
+SIDE = 64  # pixels of a picture's short side, at least
 GREY = 96
-LINE = 14  # height of a title
-_CODECS = ("libx264", "libopenh264", "mpeg4")  # H.264, if this FFmpeg has a writer of it
+LINE = 14  # pixels of a title's height
+_CODECS = ("libx264", "libopenh264", "mpeg4")  # H.264, if this FFmpeg can encode it
 
 
 def grid(pixels: Tensor, columns: int | None = None, titles: Sequence[str] | None = None) -> Tensor:
-    """Clips (n t h w c) uint8 side by side: the frames (t y x c) of the whole, on grey, each with its title under it.
+    """Clips (n t h w c), uint8, side by side on grey, each with its title under it: the frames (t y x c) of one grid.
 
-    Small ones are enlarged by a whole factor, pixel for pixel, until their short side is at least ``SIDE`` pixels.
+    Small clips are enlarged by an integer factor, until their short side is at least ``SIDE`` pixels.
     """
     n, t, h, w, c = pixels.shape
     columns, scale = columns or math.ceil(math.sqrt(n)), max(1, math.ceil(SIDE / min(h, w)))
@@ -42,7 +42,7 @@ def grid(pixels: Tensor, columns: int | None = None, titles: Sequence[str] | Non
 
 
 def title(text: str, width: int) -> Tensor:
-    """One line of white on grey (LINE width), uint8; cut where it is too long."""
+    """One line of text in white on grey, (LINE width) uint8; cut off where it is too long."""
     from PIL import Image, ImageDraw, ImageFont
 
     font, cut = ImageFont.load_default(), text
@@ -55,7 +55,7 @@ def title(text: str, width: int) -> Tensor:
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes its name when all of it is there; its folder is made."""
+    """Open a file for writing, which gets its name when it is complete; make its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -100,8 +100,8 @@ def save_gif(
 def save_mp4(path: str | os.PathLike[str], video: Tensor, *, fps: float = 8.0, columns: int | None = None) -> None:
     """Write clips [n, c, t, h, w] in [-1, 1], or uint8 (c 1 or 3), as one MP4, a grid with the clips side by side.
 
-    H.264 in yuv420p and BT.709, which players everywhere show; small clips are enlarged. That format halves the
-    resolution of colour, so a row or a column is repeated where a size is odd.
+    H.264 in yuv420p and BT.709, which players everywhere show; small clips are enlarged. The format halves the
+    resolution of colour, so the last row or column is repeated where a size is odd.
     """
     av = need_av()
     frames = tile(video, columns)

@@ -1,8 +1,8 @@
 """Loading weights that were published under other names.
 
-A model's module says how: ``from_reference(state, **overrides)`` reads a Config off the shapes of the tensors (what
-they cannot say, such as the number of heads, comes from the published size they fit, or from ``overrides``), builds the
-model and fills it with ``load``.
+A model's module has ``from_reference(state, **overrides)``: it reads a Config off the shapes of the tensors, builds the
+model and fills it with ``load``. What shapes do not determine, such as the number of heads, comes from the published
+size with these shapes, or from ``overrides``.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,12 +18,12 @@ Names = Callable[[str], str | list[str]]
 def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: Iterable[str] = ()) -> None:
     """Copy a state dict into a model, in place; every name and every shape must match, else nothing is copied.
 
-    A model on the meta device takes the tensors themselves, with their type.
+    A model on the meta device takes the tensors themselves, with their dtype.
 
-    ``names`` turns the name of one of our parameters or buffers into theirs, or into a list of theirs to be stacked
-    along dim 0 (fused projections). A tensor may come in another shape with as many elements and rows, a first dim of 1
-    not counted: a convolution that is a linear layer here, a table. ``ignore`` names tensors of theirs that have no use
-    here, such as tables of positions.
+    ``names`` turns the name of a parameter or buffer of the model into its name in ``state``, or into several names:
+    those tensors are concatenated along dim 0 (fused projections). A tensor may have another shape with as many
+    elements and rows, a first dim of 1 not counted: the kernel of a convolution that is a linear layer here, or a
+    table. ``ignore`` names tensors of ``state`` that are not used, such as tables of positions.
 
     Raises ValueError with the names that are missing, unknown, or of another shape.
     """
@@ -57,7 +57,7 @@ def give(model: nn.Module, theirs: nn.Module, names: Names) -> None:
 
 
 def count(state: Mapping[str, Tensor], pattern: str) -> int:
-    """How many layers a state dict has: ``count(state, "blocks.{}.")`` counts the numbers that stand in the braces."""
+    """The number of layers in a state dict: ``count(state, "blocks.{}.")`` counts the numbers in the braces' place."""
     before, after = pattern.split("{}")
     rest = (name.removeprefix(before) for name in state if name.startswith(before))
     return len({number for number, found, _ in (name.partition(after) for name in rest) if found and number.isdigit()})
@@ -65,7 +65,7 @@ def count(state: Mapping[str, Tensor], pattern: str) -> int:
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file, or of all those in a directory."""
-    from safetensors.torch import load_file  # an extra: only who loads weights needs it
+    from safetensors.torch import load_file  # an extra, which only loading weights needs
 
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

@@ -1,7 +1,7 @@
-"""Which models there are, and how to build one by name.
+"""The models of the zoo, and how to build one by name.
 
 A model's module holds the class named here, a ``Config`` dataclass that the class takes, and ``SIZES``: the Config
-values of every published size. Modules are imported when they are asked for. A model from outside is named
+values of every published size. Modules are imported at their first use. A model from outside is named
 ``package.module:Class``, or by an entry point of the group ``zoo.models``.
 """
 
@@ -75,11 +75,11 @@ def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
 
 
 def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any) -> nn.Module:
-    """Build a model from weights published elsewhere, under their own names: the model's module says which it knows.
+    """Build a model from weights published elsewhere, under their names; the model's module says which it reads.
 
     The Config is read off the tensors' shapes; ``overrides`` say what shapes cannot.
 
-    Raises ValueError that lists what does not fit; nothing is built then.
+    Raises ValueError with a list of what does not fit.
     """
     module, _ = _module(name)
     if not hasattr(module, "from_reference"):
@@ -91,8 +91,8 @@ def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any
 def from_export(folder: str | Path) -> nn.Module:
     """Build the model of an export, `model.safetensors` and the zoo's `config.json`, with its weights.
 
-    Its `objective` has the settings of the objective it was trained with; of one that was trained to predict clips
-    themselves `predicts_clean` is True, as `zoo.video.diffusion.euler` reads it.
+    The model's `objective` has the settings of the objective that it was trained with. `predicts_clean` is True if the
+    model was trained to predict clips themselves; `zoo.video.diffusion.euler` reads it.
 
     Raises ValueError for any other folder.
     """

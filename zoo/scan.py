@@ -1,7 +1,7 @@
 """One scan for state-space models and linear attention: Mamba-1, Mamba-2 (SSD), gated linear attention, RWKV-6.
 
-A head keeps a state S (k e). At every position it decays by a, one number or one for every row, takes up the outer
-product of a key and a value, and is read by a query:
+A head keeps a state S (k e). At every position the state decays by a (one number, or one for every row), the outer
+product of a key and a value is added to it, and a query reads it:
 
     S_i = a_i S_(i-1) + k_i v_i^T    y_i = q_i^T S_i                                 Mamba, gated linear attention
                                      y_i = q_i^T (S_(i-1) + (bonus k_i) v_i^T)       RWKV-6
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from zoo.attention import MAX_BATCH
 
-# Positions of a chunk, the fastest on a core of a CPU
+# Positions of a chunk: the fastest numbers on one core of a CPU
 SCALAR_CHUNK, VECTOR_CHUNK, STATE_CHUNK = 64, 16, 8
 
 
@@ -37,8 +37,8 @@ def scan(
 
     ``log_decay``, at most zero, is (b n h) for one decay a head (Mamba-2: arXiv 2405.21060, section 6) or (b n h k) for
     one a row of the state (Mamba-1: arXiv 2312.00752; RWKV-6: arXiv 2404.05892, with its ``bonus`` (h k)). ``chunk`` is
-    the most positions of a chunk. Half precision is computed in float32; on CUDA fla-core's kernels run what they can,
-    where it is installed.
+    the most positions of a chunk. Half precision is computed in float32; on CUDA fla-core's kernels compute what they
+    can, if fla-core is installed.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -72,8 +72,8 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor
 def scalar_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, chunk: int) -> Tensor:
     """One decay a head: within a chunk, attention with a mask that decays (SSD).
 
-    Decays scale values and outputs, never keys and queries, so the products of these are made once for all heads of a
-    group.
+    Decays scale values and outputs, never keys and queries, so the products of keys and queries are computed once for
+    all heads of a group.
     """
     n, g, r = v.shape[1], q.shape[2], v.shape[2] // q.shape[2]
     count = -(-n // chunk)
@@ -96,16 +96,16 @@ def scalar_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, chunk: int) 
 def vector_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor | None, chunk: int) -> Tensor:
     """One decay a row of the state: matrix products within a chunk, whose length is a power of two.
 
-    A product of queries and keys needs the decay between them as a factor of one times a factor of the other. Measured
-    from one place for a whole chunk, one of the two grows without bound. So a chunk is cut into halves, and these
-    again: queries right of a cut meet keys left of it, and measured from the cut both factors only shrink.
+    In a product of queries and keys, the decay from key to query is a factor of the query times a factor of the key.
+    With one reference position for the chunk, one of these factors grows without bound. So a chunk is halved, and its
+    halves again: queries right of a cut meet keys left of it, and with the cut as reference both factors are at most 1.
     """
     n, h = v.shape[1:3]
     length = 1 << (min(chunk, n) - 1).bit_length()
     inputs = (per_head(q, h), per_head(k, h), v, log_decay)
     q, k, v, log_decay = (rearrange(split(x, -(-n // length), length), "b c l h k -> b c h l k") for x in inputs)
     total = log_decay.double().cumsum(-2)
-    read = total if bonus is None else F.pad(total[..., :-1, :], (0, 0, 1, 0))  # RWKV reads what has yet to decay
+    read = total if bonus is None else F.pad(total[..., :-1, :], (0, 0, 1, 0))  # RWKV reads the state before its decay
 
     y = (q * k if bonus is None else q * k * bonus[:, None]).sum(-1, keepdim=True) * v
     half = length // 2
@@ -133,8 +133,8 @@ def state_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, chunk: int) -
 class StateScan(torch.autograd.Function):
     """q, k (b n g k), v (b n g r), log_decay (b n g r k) -> (b n g r).
 
-    Here a state is no larger than its key: it is written out, position by position, for a chunk that fits a cache. Only
-    the states before the chunks are kept for backward. There, with G_i the gradient that reaches S_i,
+    A state is no larger than its key here: states are computed position by position, in a chunk that fits a cache. Only
+    the states before the chunks are kept for backward. In backward, with G_i the gradient of S_i,
 
         G_i = q_i dy_i + a_(i+1) G_(i+1)    dk_i = G_i v_i    dv_i = k_i . G_i    dlog_decay_i = a_i S_(i-1) G_i
     """
@@ -171,7 +171,7 @@ class StateScan(torch.autograd.Function):
 
     @staticmethod
     def states(state: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-        """The states (b l g r k) after each position, from the one before the first."""
+        """The states (b l g r k) after each position, from the state before the first."""
         added, decays = (k[..., None, :] * v[..., None]).unbind(1), decay.unbind(1)
         return torch.stack(recurrence_of((torch.addcmul(added[0], decays[0], state), *added[1:]), decays), 1)
 
@@ -185,24 +185,24 @@ def recurrence_of(added: Sequence[Tensor], decay: Sequence[Tensor]) -> list[Tens
 
 
 def states_before(states: Tensor, decay: Tensor) -> Tensor:
-    """The state before each chunk, from what every chunk (b c ...) adds to it and makes of it."""
+    """The state before each chunk, from the state that each chunk (b c ...) adds, and the decay over the chunk."""
     after = recurrence_of(states.unbind(1)[:-1], decay.unbind(1)[:-1])
     return torch.stack([torch.zeros_like(states[:, 0]), *after], 1)
 
 
 def split(x: Tensor, count: int, length: int) -> Tensor:
-    """(b n ...) -> (b c l ...), padded at the end with zeros: no position before them sees them."""
+    """(b n ...) -> (b c l ...), padded at the end with zeros: no earlier position sees them."""
     padding = (0, 0) * (x.ndim - 2) + (0, count * length - x.shape[1])
     return F.pad(x, padding).unflatten(1, (count, length))
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:
-    """Queries or keys (b n g k) -> (b n h k): those of a group for each of its heads; a view if there is one group."""
+    """Queries or keys (b n g k) -> (b n h k): a group's, once for each of its heads; a view if there is one group."""
     return x[..., None, :].expand(*x.shape[:-1], heads // x.shape[2], -1).flatten(2, 3)
 
 
 def full(x: Tensor) -> Tensor:
-    """Half precision to float32."""
+    """Convert half precision to float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -228,7 +228,7 @@ def cuda_kernel(v: Tensor, log_decay: Tensor, bonus: Tensor | None) -> Callable[
         return None
     simple_gla, gla, rwkv6 = kernels
     if log_decay.ndim == 4 and v.shape[-1] == 1:
-        return None  # they multiply in tiles of 16 channels
+        return None  # the kernels multiply in tiles of 16 channels
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         if len(v) * v.shape[2] > MAX_BATCH:  # one grid row a sequence and head
@@ -244,7 +244,7 @@ def cuda_kernel(v: Tensor, log_decay: Tensor, bonus: Tensor | None) -> Callable[
 
 
 def has_data_on_cuda(x: Tensor) -> bool:
-    """Tell whether a kernel may read x: not what a plan is made of, which is a subclass and has no data."""
+    """Tell whether a kernel may read x: the tensors of a planning pass are of a subclass, and have no data."""
     return x.is_cuda and type(x) is Tensor
 
 

@@ -1,4 +1,4 @@
-"""The commands `dsp-train` and `dsp-infer`: train.py, infer.py and configs/, which links here bring into a wheel.
+"""The commands `dsp-train` and `dsp-infer`. Links in this folder bring train.py, infer.py and configs/ into a wheel.
 
 dsp-train configs/demo.yaml
 dsp-launch --nproc-per-node 2 -m zoo.cli.train configs/demo.yaml
@@ -19,7 +19,7 @@ def infer() -> int | None:
 
 
 def command(module: str) -> int | None:
-    """Run a module's `main` on the command line; a package that is missing is an error in one line."""
+    """Run a module's `main` on the command line; a missing package is an error in one line."""
     try:
         main = import_module(module).main
     except ModuleNotFoundError as error:

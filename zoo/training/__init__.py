@@ -1,4 +1,4 @@
-"""The parts of a training run beside its model: configuration, tasks, checkpoints and records."""
+"""The parts of a training run other than its model: configuration, tasks, checkpoints and records."""
 
 import importlib.util
 import sys
@@ -9,19 +9,19 @@ from zoo.contract import lacks, members
 
 
 class UserError(ValueError):
-    """Something the user can put right. The trainer prints the message alone and exits with code 2.
+    """An error that the user can fix. The trainer prints its message alone and exits with code 2.
 
-    Every rank raises it, unless it is marked `alone`: then this rank is the only one that knows.
+    Every rank raises it, unless it is marked `alone`: then only this rank has found it.
     """
 
-    told = False  # it has been printed, here or by rank 0
+    told = False  # whether it has been printed, here or by rank 0
 
     def __init__(self, text: str, alone: bool = False):
         super().__init__(text)
         self.alone = alone
 
 
-# packages that not everybody needs, and the extra of this one that brings each
+# optional packages, and the extra of this package that installs each
 EXTRAS = {
     "omegaconf": "train", "wandb": "train", "PIL": "train", "sklearn": "train", "Bio": "protein", "av": "video",
     "diffusers": "video", "safetensors": "video", "sentencepiece": "video", "tokenizers": "video",
@@ -45,7 +45,7 @@ if importlib.util.find_spec("omegaconf") is None:
 
 
 def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: bool = False, **kwargs: Any) -> Any:
-    """Build something that the configuration names; its ValueError, or a package that it lacks, is the user's."""
+    """Build a part that the configuration names; a ValueError or a missing package becomes a UserError."""
     try:
         return build(*args, **kwargs)
     except (ValueError, ImportError) as cause:
@@ -54,7 +54,7 @@ def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: b
 
 
 def complete(value: Any, contract: type, what: str) -> None:
-    """A UserError that names everything that a part somebody added lacks of its contract, and what that would be."""
+    """Raise a UserError that names and describes every member that a user's part lacks of its contract."""
     wanted = members(contract)
     if missing := lacks(value, contract):
         lines = (f"  {name}: {wanted[name]}" for name in missing)
@@ -62,7 +62,7 @@ def complete(value: Any, contract: type, what: str) -> None:
 
 
 def command(work: Callable[[], Iterable[Any]], line: str = "wrote {}") -> int:
-    """Do a command's work: a line for each file that it wrote. The exit status: 2, after one line, if it cannot be."""
+    """Do a command's work, print a line for each result, and return the exit status: 2 after an error, in one line."""
     try:
         for found in work():
             print(line.format(found))
@@ -78,5 +78,5 @@ def one_line(error: object) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with what would move a terminal's cursor, or colour it, written out; lines stay lines."""
+    """A text in which characters that move a terminal's cursor or colour text are escaped; line breaks stay."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -16,7 +16,7 @@ from zoo.training.tracking import amount, duration, higher, label, number_of, si
 def opening(
     config: Any, task: Task, model: Any, plan: dsp.Plan, shape: Sequence[int], device: torch.device, directory: Path
 ) -> Iterator[str]:
-    """The lines at the start: model, data, mesh and devices, plan, memory, and where the run lies."""
+    """The lines at the start: model, data, mesh and devices, plan, memory, and the run's directory."""
     replicate, shard, sp = shape
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     named = config.model.name + (f" {config.model.size}" if config.model.size else "")
@@ -40,13 +40,13 @@ def opening(
 def memory(config: Any, task: Task, model: Any, sp: int) -> str:
     try:
         held = Memory(config, task, model).total(sp)
-    except Exception as error:  # an estimate ends no run: a forward that looks at its numbers has none
+    except Exception as error:  # no reason to end the run: a forward that reads values has no estimate
         return f"not known in advance ({type(error).__name__})"
     return f"{size(held)} a rank, estimated: weights, gradients, optimizer and activations"
 
 
 def closing(run: Any) -> Iterator[str]:
-    """The lines at the end, on rank 0: how long it took in all, and the model beside what it had to beat."""
+    """The lines at the end, on rank 0: the time in all, and the model compared with its baselines."""
     records, directory = run.tracker.records, run.directory
     judged = any("val_loss" in record for record in records)
     floors: Sequence[Floor] = run.show.floors(run.objective) if judged else []
@@ -65,7 +65,7 @@ def closing(run: Any) -> Iterator[str]:
 def table(
     records: Sequence[Mapping[str, Any]], floors: Sequence[Floor], shown: Callable[[str], bool] = lambda key: True
 ) -> Iterator[str]:
-    """The last measures on held-out data that are `shown`, each beside the best of its baselines."""
+    """The last measures on held-out data that are `shown`, each with its best baseline."""
     found: dict[str, float] = {}
     for record in records:
         found |= {k: v for k, v in record.items() if k.startswith("val_") and isinstance(v, int | float)}

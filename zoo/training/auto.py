@@ -1,9 +1,9 @@
-"""`parallel=auto`: the mesh, the method, what is recomputed, and what of wire, route and overlap is left to it, by the
-links at hand and the model's own plans.
+"""`parallel=auto`: a choice of mesh, method, recomputed modules, and of wire, route and overlap where they are auto, by
+the links at hand and the model's own plans.
 
 The choice changes how a step is computed, and not what it computes: a step has the samples that the configuration gives
-it, train.batch x train.accumulation x dp_replicate x dp_shard, whether groups of ranks share them or one accumulates.
-parallel.wire=auto alone permits other numbers, since fewer bits are not exact.
+it, train.batch x train.accumulation x dp_replicate x dp_shard, whether several groups share them or one accumulates.
+Only parallel.wire=auto permits other numbers, since fewer bits are not exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zoo.training.tracking import number_of, size
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, a method and how its switches go (`timing`), what is recomputed, and whether its memory fits."""
+    """A mesh, a method and its switches (`timing`), the recomputed modules, and whether the memory fits."""
 
     timing: Timing
     recomputed: str
@@ -52,7 +52,7 @@ class Candidate:
 
 
 def batches_of(config: Config) -> int:
-    """The batches of a step, of all groups."""
+    """The number of batches in a step, over all groups."""
     return config.train.accumulation * config.parallel.dp_replicate * config.parallel.dp_shard
 
 
@@ -66,7 +66,7 @@ def applied(config: Config, dp: int, sp: int, method: str, recomputed: str, **se
 
 
 class Choice(NamedTuple):
-    """The choice, and a table that says why. sent: of wire, route and overlap what was left to it."""
+    """The choice, and a table that says why. sent: the values chosen for wire, route and overlap."""
 
     dp: int
     sp: int
@@ -76,17 +76,17 @@ class Choice(NamedTuple):
     sent: dict[str, Any]
 
     def applied(self, config: Config) -> Config:
-        """The configuration with it."""
+        """The configuration with this choice."""
         return applied(config, self.dp, self.sp, self.method, self.recomputed, **self.sent)
 
 
 def left(config: Config) -> list[str]:
-    """The options of wire, route and overlap that are left to the choice."""
+    """Those of the options wire, route and overlap that are auto."""
     return [name for name in ("wire", "route", "overlap") if getattr(config.parallel, name) == "auto"]
 
 
 def kept(config: Config, world: int) -> Choice | None:
-    """The mesh and method of the run that goes on, if they fit as many ranks: its steps stay the same, bit for bit."""
+    """The choice of the run that is resumed, if it fits as many ranks: its steps stay the same, bit for bit."""
     directory = Path(config.runs_dir) / str(config.name)
     if not config.resume or not checkpoint.found(directory / "checkpoints"):
         return None
@@ -112,11 +112,11 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
             f"that a mesh needs is {size(need)}. More ranks, a smaller train.batch or smaller samples need less"
         )
     best, first = every[0], dict[tuple[int, int, str], Candidate]()
-    for c in every:  # of each mesh and method the best way to recompute
+    for c in every:  # for each mesh and method, the best way to recompute
         first.setdefault((c.timing.dp, c.timing.sp, c.timing.method), c)
     head = ["dp x sp", "method", "recomputed", "switches", "a step", "computing", "sequence's traffic", "memory a rank"]
     rows = [head, *(c.row() for c in first.values())]
-    if all(row[3] == "-" for row in rows[1:]):  # switches as they are, everywhere
+    if all(row[3] == "-" for row in rows[1:]):  # all switches have the default options
         rows = [row[:3] + row[4:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows]
@@ -128,7 +128,7 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
 
 
 def sent_by(plan: dsp.Plan) -> dict[str, Any]:
-    """The options that a plan settles. What it takes by size or by stage is auto, by the same hardware."""
+    """The options that a plan settles; auto, by the same hardware, where it chooses by size or by stage."""
     ways = {way for _, way in plan.ways.steps}
     return {
         "wire": plan.wire.forward,
@@ -138,7 +138,7 @@ def sent_by(plan: dsp.Plan) -> dict[str, Any]:
 
 
 def candidates(config: Config, world: int, hardware: dsp.Hardware) -> list[Candidate]:
-    """Each mesh of `world` ranks that leaves a step as it is, with each method and way to recompute that can run so."""
+    """Each mesh of `world` ranks that keeps a step's samples, with each method and way to recompute that it can run."""
     task, found, batches = create_task(config), list[Candidate](), batches_of(config)
     memory = Memory(config, task, without_weights(config, task)[0])
     for way in memory.ways:
@@ -155,7 +155,7 @@ def candidates(config: Config, world: int, hardware: dsp.Hardware) -> list[Candi
 
 
 def foreseen(config: Config) -> Choice:
-    """The choice for the ranks that WORLD_SIZE says, on the hardware that is configured: nothing is measured."""
+    """The choice for WORLD_SIZE ranks on the configured hardware; nothing is measured."""
     if (hardware := known_hardware(config)) is None:
         raise UserError(
             "parallel=auto with dry_run=true measures nothing: say what the ranks are, as hardware.device=h100"

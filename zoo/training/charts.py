@@ -7,7 +7,7 @@ from html import escape
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
 WIDTH, HEIGHT, LEFT, TOP, BELOW = 460, 190, 64, 40, 44
-MOST = 400  # points of a curve: more are not seen
+MOST = 400  # points of a curve; more are not visible
 
 
 @dataclass
@@ -61,7 +61,7 @@ def draw(chart: Chart) -> str:
     for curve in curves:
         colour = COLOURS[curve.colour % len(COLOURS)]
         path = "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in curve.points)
-        dashes = f' stroke-dasharray="{8 * curve.colour} 6"' if curve.colour else ""  # nothing hides what is under it
+        dashes = f' stroke-dasharray="{8 * curve.colour} 6"' if curve.colour else ""  # to show the curve under it
         parts.append(f'<path class="curve" stroke="{colour}"{dashes} d="M{path}"/>')
         a, b = curve.points[-1]
         told = f"<title>{escape(curve.name)}: {b:.5g} at step {a:g}</title>"

@@ -5,8 +5,8 @@
                                   state.json         the step, the model's config, what the caller adds
                                   manifest.json      size and sha256 of every other file
 
-A checkpoint is written to `step-N.incomplete`, flushed to disk and renamed, so `step-N` is whole or absent. It is read
-as verify.py says. Random state is not stored: everything random in a run is a function of (seed, step, sample).
+A checkpoint is written to `step-N.incomplete`, flushed to disk and renamed: `step-N` is complete or absent. verify.py
+checks it on reading. Random state is not stored: everything random in a run is a function of (seed, step, sample).
 
 `save` and `load` are collective: every rank calls them, and an error on one is raised on all.
 """
@@ -46,10 +46,10 @@ Tensors = dict[tuple[str, ...], Tensor]  # under (model, NAME), (average, NAME) 
 
 @dataclass
 class Contents:
-    """Contents of a checkpoint: trained parameters; those that are frozen belong to the base of an adapter.
+    """The contents of a checkpoint: trained parameters, without the frozen ones, which are the base of an adapter.
 
-    `identity` says which model this is (JSON); `load` refuses to put the tensors into another one. `orders`: for
-    parameters whose rows lie in another order than the model's own, which of its rows they hold; stored is its own.
+    `identity` says which model this is (JSON); `load` refuses to put the tensors into another one. `orders`: by name of
+    a parameter whose rows are permuted in this run, the model's row at each place; stored is the model's own order.
     """
 
     model: nn.Module
@@ -71,7 +71,7 @@ class Contents:
         return found
 
     def stored(self, tensors: Tensors) -> Tensors:
-        """Those of `tensors` in the order of rows that is the model's own."""
+        """The `tensors` with their rows in the model's own order."""
         return {
             key: _rows(value, self.orders[key[1]].argsort()) if key[1] in self.orders else value
             for key, value in tensors.items()
@@ -80,9 +80,9 @@ class Contents:
 
 @torch.no_grad()
 def rounded(moment: Tensor) -> Tensor:
-    """A moment as it is stored: one in 8 bits in fp32, for ranks that cut it into other blocks.
+    """A moment as it is stored: an 8-bit one in fp32, because other numbers of ranks cut it into other blocks.
 
-    It is packed anew from what is stored, as a run that is resumed will have it: so the two go on alike, bit by bit.
+    The moment itself is packed again from the stored values, as in a resumed run: both runs go on equal bit by bit.
     """
     local = local_part(moment)
     if type(local) is Tensor:
@@ -94,11 +94,11 @@ def rounded(moment: Tensor) -> Tensor:
     whole = DTensor.from_local(
         wide, moment.device_mesh, moment.placements, run_check=False, shape=moment.shape, stride=moment.stride()
     )
-    return whole.to(wide.device)  # it goes to the device of its mesh, where offloaded moments must not stay
+    return whole.to(wide.device)  # from_local moves it to the mesh's device, where offloaded moments must not stay
 
 
 def _packed(optimizers: Any) -> list[tuple[Any, nn.Parameter, str, Tensor]]:
-    """The moments in fewer bits, with their optimizer, parameter and name."""
+    """The moments that are kept in fewer bits, each with its optimizer, parameter and name."""
     listed = optimizers if isinstance(optimizers, Sequence) else [optimizers]
     found = [(o, p, key, value) for o in listed for p, state in o.state.items() for key, value in state.items()]
     return [(*rest, value) for *rest, value in found if type(local_part(value)) is not Tensor]
@@ -109,7 +109,7 @@ def _packed(optimizers: Any) -> list[tuple[Any, nn.Parameter, str, Tensor]]:
 
 @dataclass
 class Held:
-    """The tensors of a checkpoint, which nothing changes any more, in the order of rows that is the model's own."""
+    """The tensors of a checkpoint, with rows in the model's own order; nothing changes them any more."""
 
     tensors: Tensors
     identity: Mapping[str, Any]
@@ -126,7 +126,7 @@ def save(
 ) -> Path:
     """Write `step-N` under `directory`, keep the last `keep` checkpoints and return the new one's path.
 
-    `extra` comes back from `load`, under that name.
+    `load` returns `extra` under that name.
     """
     held = Held(contents.stored(contents.tensors()), contents.identity)
     return write(directory, step, held, extra=extra, keep=keep)
@@ -141,11 +141,11 @@ def write(
     keep: int = 2,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """`save` of tensors that are held; ranks meet in `group`."""
+    """Save held tensors, as `save` does; ranks communicate in `group`."""
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
     tensors = named(held.tensors)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # a DTensor's is its whole one
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # a DTensor has its global size
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -172,10 +172,10 @@ def write(
             raise UserError(f"{part}: rank 0 does not see {absent[0]}: runs_dir must be on storage all ranks share")
         _write(part / "manifest.json", json.dumps(files, indent=1))
         _sync_directory(part)
-        _remove(final)  # a damaged one that `load` went past
+        _remove(final)  # a damaged checkpoint that `load` skipped
         part.rename(final)
         _sync_directory(directory)
-        # what is newer than this step was damaged, and the run went back behind it
+        # newer checkpoints were damaged: the run went back to one before them
         sound = [path for at, path in found(directory) if at <= step]
         for path in [path for at, path in found(directory) if at > step] + sound[:-keep]:
             _remove(path)
@@ -186,7 +186,7 @@ def write(
 
 @torch.no_grad()
 def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """The rows of a sharded tensor in another order, sharded as it is; what has no such rows (a step) is the same."""
+    """A sharded tensor with its rows in another order; a tensor without such rows (a step) is returned as it is."""
     if not isinstance(x, DTensor) or not x.ndim or len(x) != len(index):
         return x
     return distribute_tensor(x.full_tensor()[index.to(x.device)], x.device_mesh, x.placements, src_data_rank=None)
@@ -204,7 +204,7 @@ def expected_size(model: nn.Module, average: MovingAverage | None = None) -> int
 
 
 def check_space(directory: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold: DCP's own message would be 'unexpected pos'."""
+    """Refuse a checkpoint that the disk cannot hold: DCP's own message would be 'unexpected pos'."""
     free = shutil.disk_usage(directory).free
     if free < needed * 1.05 + 2**20:
         raise UserError(
@@ -232,10 +232,10 @@ def load(
 ) -> dict[str, Any] | None:
     """Restore the latest sound checkpoint under `directory`, or that of `step`, in place and return its state.
 
-    None if there is none. Without an optimizer the model gets the averaged weights, if there are any and `averaged`;
-    the state says under "averaged" whether it did. A damaged one is named through `report`, on rank 0, and the one
-    before it is tried. All is resharded to the ranks at hand. UserError: every checkpoint is damaged, or a sound one
-    belongs to another model.
+    None if there is no checkpoint. Without an optimizer the model gets the averaged weights, if there are any and
+    `averaged` is true; the state says under "averaged" whether it did. A damaged checkpoint is named through `report`,
+    on rank 0, and the one before it is tried. Tensors are resharded to the ranks at hand. UserError: every checkpoint
+    is damaged, or a sound one belongs to another model.
     """
     damaged = []
     for at, path in reversed(
@@ -258,7 +258,7 @@ def load(
 
 
 def _refuse_foreign(path: Path, theirs: Mapping[str, Any], metadata: Metadata, contents: Contents) -> None:
-    """A UserError that says in what a checkpoint is of another model."""
+    """Raise a UserError that lists the differences, if a checkpoint is of another model."""
     entries: Mapping[str, Any] = metadata.state_dict_metadata
     there = _flat(theirs) | {key: tuple(entry.size) for key, entry in entries.items() if key.startswith("model.")}
     here = _flat(json.loads(json.dumps(contents.identity)))
@@ -286,7 +286,7 @@ def _has_average(metadata: Metadata) -> bool:
 
 
 def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> None:
-    """Fill the tensors of `contents`; `swap`: those of the model with the averaged weights."""
+    """Fill the tensors of `contents`; `swap`: give the model the averaged weights."""
     model, average = contents.model, contents.average
     known, tensors = metadata.state_dict_metadata, contents.tensors()
     if swap:
@@ -312,8 +312,8 @@ def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> 
 
 
 def _set_moments(model: nn.Module, optimizers: Any, tensors: Tensors) -> None:
-    """Give optimizers the moments of `tensors`; those that they keep in fewer bits stay so."""
-    packed = _packed(optimizers)  # before the dicts of `state` are written to: these are the optimizers' own
+    """Give optimizers the moments of `tensors`; moments in fewer bits keep their format."""
+    packed = _packed(optimizers)  # taken before `state` is written to: its dicts are the optimizers' own
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
     for (kind, name, *rest), value in tensors.items():
         for moment in rest if kind == "optimizer" else ():
@@ -335,9 +335,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, a file in its place, or a link, but not what it leads to; nothing may be there.
+    """Remove a folder, a file in its place, or a link but not its target; the path may be absent.
 
-    A folder takes another name first, so that no checkpoint is ever there in part; the next `write` removes a rest.
+    A folder is renamed first, so that `step-N` is never there in part; the next `write` removes what remains of it.
     """
     if path.is_dir() and not path.is_symlink():
         rest = path if path.suffix == ".incomplete" else path.with_name(f"{path.name}.removed.incomplete")

@@ -1,10 +1,10 @@
-"""The configuration of a run: typed defaults < a YAML file, after those it builds on < the command line.
+"""The configuration of a run, in layers: typed defaults < base files < a YAML file < the command line.
 
-`load(["configs/demo.yaml", "train.steps=10"])` merges the layers one at a time, so that an error says which of them is
-wrong. Nothing is looser than it seems: an unknown key is an error with a suggestion, a wrong type is an error, nothing
-is read from the environment, and no name is imported but a part of your own that you name (`zoo.outside`): for those
-of `model.name`, `data.name` and `task` code runs. `data` has the keys of the data set it names, `objective`,
-`eval` and `sample` those of its task, and `model.overrides` those of the model it names.
+`load(["configs/demo.yaml", "train.steps=10"])` merges the layers one at a time, so that an error names the layer that
+is wrong. An unknown key is an error with a suggestion, a wrong type is an error, and nothing is read from the
+environment. Only `model.name`, `data.name` and `task` can import code: a part of your own that you name
+(`zoo.outside`). `data` has the keys of the data set that it names, `objective`, `eval` and `sample` those of its task,
+and `model.overrides` those of the model.
 """
 
 import difflib
@@ -56,7 +56,7 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
     train.py configs/demo.yaml dry_run=true    the plan, memory, bytes (and time) a rank; nothing is allocated"""
 
 
-MOST_BYTES = 1 << 20  # of a file
+MOST_BYTES = 1 << 20  # of a YAML file
 PACKAGED = Path(__file__).parents[1] / "cli"  # a wheel has configs/ there
 
 
@@ -87,14 +87,14 @@ class Config:
 
 
 def defaults(data: str, task: str | None = None) -> Config:
-    """The configuration of a run on a data set where nothing is configured."""
+    """The default configuration of a run on a data set."""
     parts = Parts(data, task)
     module, options = parts.module, parts.options()
     return Config(data=options, objective=module.Objective(), eval=module.Eval(), sample=module.Sample(), task=task)
 
 
 def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
-    """The task of a configuration, for one of the ranks of `mesh`, which share each sample."""
+    """The task of a configuration, for this rank of `mesh`, whose ranks share each sample."""
     data, name, module = config.data, config.data.name, Parts(config.data.name, config.task).module
     complete(data, getattr(module, "Data", Data), f"{type(data).__name__}, the options of data.name={name},")
     return _made(module.Task, f"the task of data.name={name}", config, mesh, device)
@@ -113,7 +113,7 @@ def create_infer(task: Task) -> Infer:
 
 
 def _made(kind: Any, what: str, *args: Any) -> Any:
-    """An instance; a UserError names every method that its class leaves out."""
+    """An instance of `kind`; a UserError names every method that the class lacks."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if issubclass(kind, Task) and kind.samples is Task.samples:
         asked = ("example", "batch", "validation_batches")
@@ -130,13 +130,13 @@ def _made(kind: Any, what: str, *args: Any) -> Any:
 def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
     """The configuration that a command line asks for; a UserError names the layer, the key and what would be right.
 
-    `shown`: it is only looked at, so what has no default may be missing.
+    `shown`: the configuration is only printed, so keys without a default may be missing.
     """
     overrides = [a for a in arguments if "=" in a]
     files = [a for a in arguments if "=" not in a]
     if len(files) != 1:
         raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
-    OmegaConf.clear_resolver("oc.env")  # a config says all there is to say: the environment is not part of it
+    OmegaConf.clear_resolver("oc.env")  # a configuration is complete: the environment is not part of it
     layers = {**_chain(files[0]), "command line": _parse(overrides)}
 
     data = next((c for c in (_get(v, "data", "name") for v in reversed(layers.values())) if c is not None), "digits")
@@ -159,7 +159,7 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
 
 
 def known(data: str, task: str | None) -> Config:
-    """The defaults for what is named; a UserError for a name that nobody has."""
+    """The defaults for a data set and a task; a UserError for a name that does not exist."""
     parts, own = Parts(data, task), sorted(set(TASKS.values()))
     try:
         sets = (*TASKS, *parts.module.DATA)
@@ -173,7 +173,7 @@ def known(data: str, task: str | None) -> Config:
 
 
 def _make_absolute(section: Any) -> None:
-    """Files that a run names are found from any folder: by infer.py, by a resumption."""
+    """Make paths absolute, so that infer.py or a resumed run finds the files from any folder."""
     for f in fields(section):
         value = getattr(section, f.name)
         if is_dataclass(value):
@@ -183,7 +183,7 @@ def _make_absolute(section: Any) -> None:
 
 
 def load_or_error(arguments: Sequence[str]) -> tuple[Config, UserError | None]:
-    """The configuration; or the defaults, and what is wrong, for the ranks to say it together."""
+    """The configuration and None; or the defaults and the error, which the ranks report together."""
     try:
         return load(arguments), None
     except UserError as error:
@@ -191,7 +191,7 @@ def load_or_error(arguments: Sequence[str]) -> tuple[Config, UserError | None]:
 
 
 def _chain(path: str) -> dict[str, DictConfig]:
-    """A file under its path, after those that it builds on: `base: other.yaml`, found from its own folder."""
+    """The file by its path, after the files that it builds on: `base: other.yaml`, relative to its folder."""
     found: dict[str, DictConfig] = {}
     while True:
         layer = _read(path)
@@ -234,7 +234,7 @@ def _parse(overrides: Sequence[str]) -> DictConfig:
         _refuse_secret(key, value, "command line")
         if value == "":
             raise UserError(f"command line: {key}= has no value; write {key}=null for none")
-    # beside parallel.memory=16 a bare parallel=auto would be lost
+    # next to parallel.memory=16, a bare parallel=auto would be lost
     overrides = ["parallel.auto=true" if override == "parallel=auto" else override for override in overrides]
     try:  # 10:13 is a range of steps here, and in YAML the number 613
         return OmegaConf.from_dotlist([re.sub(r"=(\d+:\d+)$", r"='\1'", override) for override in overrides])
@@ -326,7 +326,7 @@ _SECRET_VALUE = re.compile(r"\b([0-9a-f]{40}|(sk|hf|ghp|gho|wandb_v1)[-_]\w{16,}
 
 
 def _refuse_secret(key: str, value: str, source: str) -> None:
-    """A configuration is saved, logged and uploaded: whatever looks like a secret is refused, and never echoed."""
+    """Refuse what looks like a secret, and never echo it: a configuration is saved, logged and uploaded."""
     if _SECRET_KEY.search(key) or _SECRET_VALUE.search(value):
         advice = "keep it in the environment (WANDB_API_KEY) or in ~/.netrc"
         raise UserError(f"{source}: '{key}' looks like a secret, and a configuration is saved and logged: {advice}")
@@ -355,7 +355,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, *, comments: bool = False) -> str:
-    """The configuration as YAML that `load` reads back; with the meaning of every key beside it if asked for."""
+    """The configuration as YAML that `load` reads back; `comments` adds the meaning of every key."""
     lines: list[tuple[str, str]] = []
     section = ""
     for key, value, metadata in leaves(config):
@@ -371,7 +371,7 @@ def to_yaml(config: Config, *, comments: bool = False) -> str:
 
 
 def _commented(lines: Sequence[tuple[str, str]], widest: int = 32) -> Iterator[str]:
-    """Each line with its note beside it, wrapped; above it, where the line is long."""
+    """Each line with its note, wrapped, on its right, or above it if the line is long."""
     column = max(len(text) for text, _ in lines if len(text) <= widest) + 2
     for text, note in lines:
         beside = len(text) <= widest

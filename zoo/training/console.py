@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Console:
-    """Copies what rank 0 writes to the screen, from the beginning, once `keep` has said where."""
+    """Copies what rank 0 prints, from the beginning, to the file that `keep` names."""
 
     def __init__(self) -> None:
         self.file: TextIO | None = None
@@ -27,7 +27,7 @@ class Console:
                 self.file.close()
 
     def keep(self, path: Path) -> None:
-        """Append to this file what was written, and what will be. A disk that is full ends no run here."""
+        """Append to this file what was printed, and what will be. A full disk does not end the run here."""
         with contextlib.suppress(OSError):
             self.file = path.open("a", buffering=1, encoding="utf-8")
             self.note("".join(self.early))
@@ -41,7 +41,7 @@ class Console:
 
 
 class Both:
-    """A stream whose text the console has, too."""
+    """A stream that also gives its text to the console."""
 
     def __init__(self, stream: TextIO, console: Console):
         self.stream, self.console = stream, console

@@ -1,4 +1,4 @@
-"""`dry_run=true`: the plan, memory, bytes and seconds a rank, for any mesh, on one process and without memory."""
+"""`dry_run=true`: the plan, memory, bytes and seconds a rank, for any mesh, in one process that allocates nothing."""
 
 import os
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from zoo.training.model import (
 from zoo.training.task import Task
 from zoo.training.tracking import amount, number_of, size
 
-Rows = list[tuple[str, int, str]]  # what, bytes of a rank, why so many
-MOST = 1024  # ranks that share a sample, in what is advised
+Rows = list[tuple[str, int, str]]  # name, bytes on a rank, note
+MOST = 1024  # largest sp in the advice
 
 
 def dry_run(config: Config) -> None:
-    """Print all of it for the mesh that is configured."""
+    """Print all this for the configured mesh."""
     parallel, dp = config.parallel, config.parallel.dp_replicate * config.parallel.dp_shard
     world = dp * (parallel.sp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // dp))
     replicate, shard, sp = mesh_shape(parallel, world)
@@ -66,7 +66,7 @@ def dry_run(config: Config) -> None:
 
 @contextmanager
 def out_of_memory(config: Config) -> Iterator[None]:
-    """Add to an out-of-memory error raised inside how much memory would have been needed."""
+    """Add the memory that a step needs to an out-of-memory error raised inside."""
     try:
         yield
     except RuntimeError as error:
@@ -81,11 +81,11 @@ def _needed(config: Config) -> UserError:
     memory = Memory(config, task, without_weights(config, task)[0])
     largest = ", ".join(f"{size(held)} of {what}" for held, what in memory.activations.largest(2))
     text = f"out of memory: {memory.advice(sp)}\n  largest activations, over {sp} ranks: {largest}"
-    return UserError(text, alone=True)  # the other ranks may have had enough
+    return UserError(text, alone=True)  # the other ranks may have enough memory
 
 
 def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, device: torch.device) -> None:
-    """Refuse a run whose ranks need more than their device has, or all of a host's more than its RAM."""
+    """Refuse a run if a rank needs more memory than its device has, or the ranks of a host more than its RAM."""
     replicate, _, sp = mesh_shape(config.parallel, dist.get_world_size())
     if device.type == "cuda":
         there, ranks = torch.cuda.get_device_properties(device).total_memory, 1
@@ -98,7 +98,7 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
     weights = (each * trained + compute_dtype(config).itemsize * frozen) * replicate // dist.get_world_size()
     if config.train.offload and device.type == "cuda":
         weights = 0
-    if (weights + plan.peak) * ranks > there:  # roughly; it takes time to say it exactly
+    if (weights + plan.peak) * ranks > there:  # a rough sum first: the estimate takes time
         need, words = Memory(config, task, model).total(sp) * ranks, task.describe()
         if need > there:
             raise UserError(
@@ -109,7 +109,7 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
 
 
 def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that training changes: with adapters, theirs alone."""
+    """The parameters that training changes: with adapters, only the adapters'."""
     return (p for p in model.parameters() if p.requires_grad)
 
 
@@ -120,8 +120,8 @@ class Memory:
         self.config, self.width = config, compute_dtype(config).itemsize
         self.kept = saved_for_backward(task, compute_dtype(config))
         self.activations = self.kept[config.train.checkpoint_activations]
-        self.whole = total(self.activations.always)  # where a method has activations whole on every rank
-        self.ways = list(recomputed_modules(model))  # in the order of what they keep, most first
+        self.whole = total(self.activations.always)  # bytes for a method with full activations on every rank
+        self.ways = list(recomputed_modules(model))  # ways to recompute, those that keep most first
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trained = sum(p.numel() for p in trainable(model))
         sizes = sorted((sum(p.numel() for p in stage.parameters()) for stage in repeated_stages(model)), reverse=True)
@@ -135,7 +135,7 @@ class Memory:
         return other
 
     def table(self, sp: int, way: str | None = None, shard: int | None = None) -> Rows:
-        """Row by row, the total last; the way and dp_shard are those of the configuration, if not said."""
+        """The rows, the total last; `way` and `shard` (dp_shard) are by default those of the configuration."""
         train, trained, frozen = self.config.train, self.trained, self.parameters - self.trained
         shards = (shard or self.config.parallel.dp_shard) * sp
         over = f"in fp32 over {number_of(shards, 'rank')}"
@@ -167,7 +167,7 @@ class Memory:
         return self.table(sp, way, shard)[-1][1]
 
     def advice(self, sp: int) -> str:
-        """Which sp fits a device, and what else would help."""
+        """The smallest sp that fits a device, and a way to recompute that needs less memory, in words."""
         hardware, way = known_hardware(self.config), self.config.train.checkpoint_activations
         memory = int(hardware.memory if hardware else (self.config.parallel.memory or 80) * 2**30)
         need = self.total(sp)
@@ -180,21 +180,21 @@ class Memory:
             text += "; one rank is enough at this size, and more of them save time alone" * (fits == 1 < sp)
         less = [other for other in self.ways[self.ways.index(way) + 1 :] if self.total(sp, other) < need]
         if less:
-            # the first of them with which this sp is enough: it takes the least time
+            # the first with which this sp fits takes the least time
             other = next((other for other in less if self.total(sp, other) <= memory), less[-1])
             text += f"; train.checkpoint_activations={other} needs {size(self.total(sp, other))}"
         return text
 
 
 def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any, memory: Memory) -> dsp.embedded.Steps:
-    """How long a step takes there by any method on any mesh, and whether it fits; from plans of the objective."""
+    """The time of a step on `hardware` by any method on any mesh, and whether it fits; from plans of the objective."""
 
     def plan(method: str, sp: int) -> dsp.Plan:
         own = replace(config, parallel=replace(config.parallel, method=method))
         return make_plan(own, task, objective, sp, route=foreseen_route(config, hardware), hardware=hardware)
 
     def held(plan: dsp.Plan, shard: int, sp: int) -> int:
-        cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # not over dp: weights, gradients and moments
+        cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # weights, gradients and moments, not over dp
         return memory.total(sp, shard=shard) + cut + (0 if plan.chosen else memory.whole * (sp - 1) // sp)
 
     return dsp.embedded.Steps(
@@ -204,7 +204,7 @@ def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any,
 
 
 def foreseen_route(config: Config, hardware: dsp.Hardware | None) -> dsp.Route | None:
-    """The route of switches on such hardware, where nothing is measured."""
+    """The route of switches on this hardware; nothing is measured."""
     way = config.parallel.route
     if way == "auto" and hardware is None:
         raise UserError("parallel.route=auto measures nothing here: say what the ranks are, as hardware.device=h100")
@@ -212,5 +212,5 @@ def foreseen_route(config: Config, hardware: dsp.Hardware | None) -> dsp.Route |
 
 
 def step_bytes(config: Config, plan: dsp.Plan) -> int:
-    """The bytes of sequence parallelism in a step: forward, backward, and again where something is recomputed."""
+    """The bytes of sequence parallelism in a step: forward, backward and recomputation."""
     return sum(plan.bytes.values()) * config.train.accumulation

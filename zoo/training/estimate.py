@@ -14,14 +14,14 @@ import dsp
 from zoo.training.model import recomputed_modules
 from zoo.training.task import Task
 
-Call = tuple[nn.Module, int]  # the how-many-th of all calls of modules
+Call = tuple[nn.Module, int]  # a module, and the number of the call among all modules' calls
 
 
 @dataclass(frozen=True)
 class Saved:
     """One tensor that a forward keeps for backward."""
 
-    stage: str  # where; '' outside of stages
+    stage: str  # the stage that keeps it; '' outside of stages
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int  # of its storage
@@ -32,7 +32,7 @@ class Activations:
     """The bytes that one forward keeps for backward, without parameters."""
 
     always: list[Saved]
-    opened: list[Saved]  # what the largest recomputed module makes again, when backward has come to it
+    opened: list[Saved]  # tensors that the largest recomputed module makes again in backward
 
     @property
     def bytes(self) -> int:
@@ -54,7 +54,7 @@ def total(saved: Iterable[Saved]) -> int:
 
 
 class Keeping:
-    """The tensors that autograd saves, by storage, and the calls of `modules` that saved them, the outermost first."""
+    """The tensors that autograd saves, by storage, under the calls of `modules` that saved them, outermost first."""
 
     def __init__(self, model: nn.Module, modules: Collection[nn.Module]):
         self.names = {module: name for name, module in model.named_modules() if module in modules}
@@ -79,7 +79,7 @@ class Keeping:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.weights:
             where[storage._cdata] = Saved(self.place, tuple(tensor.shape), tensor.dtype, storage.nbytes())
-            self.alive.append(storage)  # or its address would be used again
+            self.alive.append(storage)  # else its address would be used again
 
     def save(self, tensor: Tensor) -> Tensor:
         self.note(self.kept[self.path], tensor)
@@ -89,13 +89,13 @@ class Keeping:
         self.path += ((module, next(self.calls)),)
         self.kept[self.path], self.given[self.path] = {}, {}
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and torch.is_grad_enabled():  # a pass without keeps nothing
+            if isinstance(value, Tensor) and torch.is_grad_enabled():  # a pass without gradients keeps nothing
                 self.note(self.given[self.path], value)
 
     def leave(self, *_: Any) -> None:
         self.path = self.path[:-1]
 
-    # a stage like one that ran keeps the same; what was given or returned then is now what is given or returned now
+    # a stage like one that ran keeps the same tensors, with its own inputs and outputs in place of the other's
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[tuple[int | None, Saved]]:
         places = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(inputs + outputs)}
@@ -110,7 +110,7 @@ class Keeping:
             self.kept[self.path][key] = replace(saved, stage=self.place)
 
     def where_recomputed(self, modules: Collection[nn.Module]) -> Activations:
-        """The bytes that are kept where backward has these modules' inputs alone, and opens one at a time."""
+        """The activations if only these modules' inputs are kept, and backward recomputes one module at a time."""
         held: dict[tuple[Call, ...], dict[Any, Saved]] = {}
         for path, saved in self.kept.items():
             held.setdefault(tuple(call for call in path if call[0] in modules), {}).update(saved)
@@ -128,11 +128,11 @@ class Keeping:
 
 
 def saved_for_backward(task: Task, dtype: torch.dtype, *, twins: bool = True) -> dict[str, Activations]:
-    """The activations of a whole forward for each value of train.checkpoint_activations; `twins`: stages alike run
+    """The activations of a whole forward for each value of train.checkpoint_activations; `twins`: equal stages run
     once."""
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):  # some ways to draw weights look at them
+        with torch.device("meta"):  # some initializers read the weights
             objective: Any = task.objective(task.model())
     finally:
         torch.set_default_dtype(torch.float32)

@@ -4,9 +4,9 @@
     python -m zoo.training.export runs/latte --layout diffusers      # LatteTransformer3DModel.from_pretrained reads it
     python -m zoo.training.export runs/latte/checkpoints/step-00000500 --weights last --out latte-500
 
-Averaged weights, if the run kept them, unless `--weights last`; adapters (LoRA) are added to the weights. In a config
-`init.weights=runs/demo/export` begins another run with them; in Python `zoo.from_export` makes the model again, which
-knows what its objective had it predict.
+The weights are the averaged ones if the run kept them, or with `--weights last` the last ones; adapters (LoRA) are
+merged into them. In a config `init.weights=runs/demo/export` begins another run with them; in Python `zoo.from_export`
+makes the model again, with the settings of its objective.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def weights_of(path: Path, averaged: bool = True) -> Any:
     options = config.model
     model: Any = zoo.create(options.name, options.size, **options.overrides)
     settings: Any = trained.config
-    if asdict(settings) != asdict(model.config):  # what the data decided, such as the number of classes
+    if asdict(settings) != asdict(model.config):  # settings that the data decided, such as classes
         model = zoo.create(options.name, options.size, **{**options.overrides, **_plain(asdict(settings))})
     model.load_state_dict(merged(trained))
     return model
@@ -47,7 +47,7 @@ def weights_of(path: Path, averaged: bool = True) -> Any:
 
 def objective_of(path: Path) -> dict[str, Any]:
     """The settings of the objective that a run was trained with: what its model predicts."""
-    with suppress(UserError):  # of what is no run
+    with suppress(UserError):  # raised if `path` is not a run
         run, *_ = locate(path)
         return asdict(cfg.load([str(run / "config.yaml")]).objective)
     return {}
@@ -56,7 +56,7 @@ def objective_of(path: Path) -> dict[str, Any]:
 def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = True, frames: int = 16) -> list[Path]:
     """Write the weights under `out` and return the files. A UserError if the model has no such layout.
 
-    frames: of the clips that diffusers' model takes, in latent cells.
+    frames: latent frames of the clips that diffusers' model takes.
     """
     model = weights_of(path, averaged)
     out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
 
 
 def _shared(files: list[Path]) -> list[Path]:
-    """Files that are as readable as the umask lets config.json be: safetensors writes for their owner alone."""
+    """Make files as readable as config.json, which follows the umask: safetensors writes for their owner alone."""
     for file in files:
         shutil.copymode(next(f for f in files if f.name == "config.json"), file)
     return files

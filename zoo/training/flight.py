@@ -1,7 +1,7 @@
-"""The flight record of a run that hung or lost a rank: what each rank was in, and what it had sent last.
+"""The flight record of a run that hung or lost a rank: each rank's place in the code, and its last collectives.
 
     runs/<name>/flight/20260101-120000/rank-0.json    by every rank that still can; the time is that of the start
-    python -m zoo.training.flight runs/<name>         of the latest: a line a rank, and who is behind
+    python -m zoo.training.flight runs/<name>         of the latest start: a line a rank, and the ranks that are behind
 
 The collectives are those of torch's flight recorder, which counts them for each group of ranks. The modules are those
 whose forward a rank was in; in backward there are none.
@@ -23,12 +23,12 @@ MOST = 1 << 22  # bytes of a file
 
 
 def folder(run: Path) -> Path:
-    """Where the records of a start go."""
+    """The folder for the records of this start."""
     return run / "flight" / time.strftime("%Y%m%d-%H%M%S")
 
 
 def write(folder: Path, rank: int, progress: Any, fault: str) -> None:
-    """Write what this rank does into `folder`. Nothing that goes wrong here may keep a rank from leaving."""
+    """Write this rank's record into `folder`. An error here must not keep the rank from ending."""
     try:
         place, waits = progress.where()
         found = {
@@ -54,7 +54,7 @@ def modules(thread: int, model: Any) -> list[str]:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """The last ones that this process began, oldest first: group, number in it, name, sizes, whether it is through."""
+    """The last collectives that this process began, oldest first: group, number in the group, name, sizes, state."""
     from torch._C import _distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
@@ -71,7 +71,7 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def read(folder: Path) -> list[Mapping[str, Any]]:
-    """The records in a folder, by rank; those of the latest start if it is a run's. UserError if there are none."""
+    """The records in a folder, by rank; of a run's folder, those of the latest start. UserError if there are none."""
     found = []
     for path in [*folder.glob("rank-*.json")] or max(folder.glob("flight/*"), default=folder).glob("rank-*.json"):
         try:
@@ -84,7 +84,7 @@ def read(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def lines(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line a rank; then, of each group, which of its ranks are behind the others."""
+    """The fault, and a line a rank; then, for each group, the ranks that are behind the others."""
     yield records[0]["fault"]
     last: dict[str, dict[int, Any]] = {}
     for record in records:

@@ -1,6 +1,6 @@
-"""Which steps are taken: none whose loss or gradient is no number, none whose gradient is many times the usual one.
+"""The steps to skip: those with a NaN or infinite loss or gradient, or a gradient of many times the usual norm.
 
-The numbers of a step are on their way to the host: the run judges them there, at once or one step later.
+The numbers of a step are copied to the host, where the run judges them, at once or one step later.
 """
 
 import math
@@ -18,13 +18,13 @@ from zoo.training.checkpoint import Held
 from zoo.training.ranks import say
 from zoo.training.sections import Train
 
-USUAL, FEWEST = 100, 10  # gradient norms of steps taken that say what is usual, at most and at least
+USUAL, FEWEST = 100, 10  # most and fewest gradient norms of taken steps that define the usual norm
 
 
 class Outcome:
     """The losses of a step, averaged over all ranks, its gradient norm, and whether a rank was asked to stop.
 
-    losses: of this rank, 0-d tensors on the device; norm: the same on every rank, 0-d; limit: a norm above it is a
+    losses: this rank's, 0-d tensors on the device; norm: the same on every rank, 0-d; limit: a norm above it is a
     spike. Nothing here waits for the device until `numbers` is read. Collective.
     """
 
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def taken(self) -> Tensor:
-        """One if the step is to be taken, zero if not: on the device, where the numbers are."""
+        """One if the step is to be taken, zero if not; on the device."""
         *losses, _, norm = self.sent
         return (torch.isfinite(sum(losses, norm)) & (norm <= self.limit)).float()
 
@@ -76,9 +76,9 @@ class Diverged(Exception):
 
 
 class Kept(NamedTuple):
-    """Weights that gave a finite loss, with all that a checkpoint of them has."""
+    """Weights that gave a finite loss, with the rest of their checkpoint."""
 
-    step: int  # the last one that they have taken
+    step: int  # the last step that changed them
     held: Held
     extra: Mapping[str, Any]
 
@@ -88,7 +88,7 @@ def _usual(norms: Iterable[float]) -> float:
 
 
 class Guard:
-    """Judges a step by its loss and gradient norm, which every rank has alike; a resumed run goes on judging so."""
+    """Judges a step by its loss and gradient norm, which are the same on every rank; a resumed run passes `state`."""
 
     def __init__(self, options: Train, state: Mapping[str, Any] | None = None):
         self.allowed, self.spike, self.every, state = options.skip, options.spike, options.sound, state or {}
@@ -99,24 +99,24 @@ class Guard:
         self.kept: Kept | None = None  # a copy of weights that are known to work
 
     def state(self) -> dict[str, Any]:
-        """The state that `Guard` takes up again, as JSON."""
+        """The state from which another `Guard` goes on, as JSON."""
         counts = {"skipped": self.skipped, "in_row": self.in_row, "sound": self.sound, "taken": self.taken}
         return {"norms": list(self.norms), **counts}
 
     def limit(self, step: int, late: bool = False) -> float:
-        """The gradient norm above which a step is a spike; `late`: by those up to the last step but one.
+        """The gradient norm above which a step is a spike; `late`: without the norm of the step before.
 
-        A run that takes steps before their numbers are on the host does not always know the norm of the step before.
+        A run that takes steps before their numbers are on the host does not always know that norm.
         """
         norms = list(self.norms)[: -1 if late and self.taken == step - 1 else None][-USUAL:]
         return self.spike * _usual(norms) if self.spike and len(norms) >= FEWEST else math.inf
 
     def copies(self, step: int, loss: float) -> bool:
-        """Tell whether the weights, which gave this loss in `step`, are to be kept."""
+        """Tell whether to keep a copy of the weights, which gave this loss in `step`."""
         return bool(self.every) and step % self.every == 0 and self.taken > 0 and math.isfinite(loss)
 
     def takes(self, outcome: Outcome, run: Any) -> bool:
-        """Tell whether `run` takes a step. A skipped step is said and recorded; Diverged if there were too many."""
+        """Tell whether `run` takes a step. A skipped step is printed and recorded; Diverged if there were too many."""
         step = outcome.step
         why = self.reason(step, outcome.loss, outcome.norm, outcome.limit)
         if why:
@@ -127,7 +127,7 @@ class Guard:
         return not why
 
     def reason(self, step: int, loss: float, norm: float, limit: float) -> str:
-        """Why a step is not to be taken; '' if it is."""
+        """The reason to skip a step; '' if it is taken."""
         if math.isfinite(loss):
             self.sound = step
         if not math.isfinite(loss + norm):
@@ -143,7 +143,7 @@ class Guard:
         return why
 
     def check(self, step: int, why: str, last: bool) -> None:
-        """Diverged if too many steps in a row were skipped, or the last ones of the run."""
+        """Raise Diverged if too many steps in a row were skipped, or the last ones of the run."""
         if self.in_row <= self.allowed and not last:
             return
         row = f"the last {self.in_row} steps were skipped (train.skip={self.allowed} may be)"
@@ -153,5 +153,5 @@ class Guard:
         )
 
     def forget(self) -> None:
-        """Go back to the last step that was taken, before those that were skipped."""
+        """Go back to the last step taken, and forget the steps skipped since."""
         self.skipped, self.in_row = self.skipped - self.in_row, 0

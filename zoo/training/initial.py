@@ -25,7 +25,7 @@ from zoo.training.task import Task
 def source(task: Task) -> nn.Module:
     """The task's model on the default device, with the weights that a run of it begins with.
 
-    A UserError names every setting in which the model of the file is another than the one that is configured.
+    A UserError names every setting in which the model of the file differs from the configured one.
     """
     model: Any = task.model()
     path = task.config.init.weights
@@ -49,7 +49,7 @@ def source(task: Task) -> nn.Module:
     return model
 
 
-ASKED = ("heads", "sample_size")  # of a Config: what the shapes of published weights do not tell
+ASKED = ("heads", "sample_size")  # settings that the shapes of published weights do not determine
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -61,14 +61,14 @@ def read(path: Path) -> dict[str, Tensor]:
         raise UserError(f"init.weights={path}: no such file or folder (nothing is downloaded)")
     try:
         return read_safetensors(folder)
-    except Exception as error:  # of safetensors there are several
+    except Exception as error:  # safetensors raises several kinds
         raise UserError(f"init.weights={path}: not readable as safetensors: {error}") from None
 
 
 def description(path: Path, model: Any) -> dict[str, Any]:
-    """The settings of the model whose weights lie there, where a config.json beside them says so; {} where none does.
+    """The settings of a model by the config.json next to its weights; {} if there is none.
 
-    ValueError: it is of another model.
+    ValueError: the config.json is of another model.
     """
     folder = path.parent if path.is_file() else path / "transformer" if (path / "transformer").is_dir() else path
     if not (folder / "config.json").is_file():
@@ -83,7 +83,7 @@ def description(path: Path, model: Any) -> dict[str, Any]:
 
 
 def refuse_described(task: Task) -> None:
-    """A UserError if a config.json beside the weights describes another model than the one that is configured."""
+    """Raise a UserError if a config.json next to the weights describes another model than the configured one."""
     path, options = task.config.init.weights, task.config.model
     if path is not None:
         with torch.device("meta"):
@@ -92,7 +92,7 @@ def refuse_described(task: Task) -> None:
 
 
 def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
-    """A UserError if the settings differ, with the line to write: shapes alone would not show all of them."""
+    """Raise a UserError if settings differ, with the line to write: shapes alone do not show all differences."""
     ours = asdict(model.config)
     plain = [{k: list(v) if isinstance(v, tuple) else v for k, v in side.items()} for side in (theirs, ours)]
     differ = sorted(key for key in plain[0].keys() & plain[1].keys() if plain[0][key] != plain[1][key])
@@ -106,7 +106,7 @@ def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
 
 
 def refuse_other_target(config: Any) -> None:
-    """A UserError if an export says that its model predicts something else than the configured objective has it."""
+    """Raise a UserError if the model of an export predicts another target than the configured objective."""
     path, ours = Path(config.init.weights), getattr(config.objective, "target", None)
     file = (path.parent if path.is_file() else path) / "config.json"
     theirs = json.loads(file.read_text()).get("objective", {}).get("target") if file.is_file() else None

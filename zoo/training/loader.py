@@ -1,6 +1,6 @@
 """Batches made ahead of the step that uses them: in a thread, or in processes beside each rank.
 
-Every batch is a pure function of its step, so that it does not matter who makes it, nor how far ahead.
+Every batch is a pure function of its step, so it does not matter which process makes it, or how far ahead.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from zoo.training.task import Task
 
 
 class Part(NamedTuple):
-    """A divided tensor's part, made by a process beside a rank: the rank makes it a DTensor."""
+    """A part of a divided tensor, made by a worker process: the rank makes it a DTensor."""
 
     name: str
     local: Tensor
@@ -32,17 +32,17 @@ class Failed(NamedTuple):
 def batches(
     task: Task, make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], workers: int, prefetch: int
 ) -> Iterator[Any]:
-    """Yield `make(*args)` for every args wanted, in order, `prefetch` of them made ahead (by each of the workers).
+    """Yield `make(*args)` for every args in `wanted`, in order, `prefetch` of them made ahead (by each worker).
 
-    workers: processes beside this rank that make them; 0 for a thread of its own. They are forked, and never use a
-    device or speak to other ranks.
+    workers: the number of worker processes; 0: a thread makes the batches. Workers are forked; they never use a device
+    or communicate with other ranks.
     """
     if not workers:
         yield from ahead(make, wanted, prefetch)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: a worker uses none of them
-        warnings.filterwarnings("ignore", message="This DataLoader will create")  # more of them than there are cores
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is fine: a worker uses none of them
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores are fine
         loader: Any = DataLoader(
             Made(task, make), batch_size=None, sampler=wanted, num_workers=workers, prefetch_factor=prefetch,
             multiprocessing_context="fork", pin_memory=torch.device(task.device).type == "cuda",
@@ -55,13 +55,13 @@ def batches(
 
 
 class Made(Dataset[Any]):
-    """The batches that the processes make."""
+    """The batches that worker processes make."""
 
     def __init__(self, task: Task, make: Callable[..., Any]):
         self.task, self.make = task, make
 
     def __getitem__(self, wanted: tuple[Any, ...]) -> Any:
-        vars(self.task)["part"] = self.divided  # of this process's own copy
+        vars(self.task)["part"] = self.divided  # of this process's copy of the task
         try:
             return self.make(*wanted)
         except UserError as error:
@@ -72,7 +72,7 @@ class Made(Dataset[Any]):
 
 
 def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], depth: int = 1) -> Iterator[Any]:
-    """Yield `make(*args)` for every args wanted, made in a thread, `depth` of them while the one before is used."""
+    """Yield `make(*args)` for every args in `wanted`, made in a thread, `depth` of them ahead of use."""
     with ThreadPoolExecutor(1) as pool:
         left = iter(wanted)
         pending: list[Future[Any]] = [pool.submit(make, *args) for args in islice(left, depth)]
@@ -86,7 +86,7 @@ def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], depth: in
 
 
 def place(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The inputs on a device. On CUDA by way of pinned memory, so that the host does not wait for what runs there."""
+    """The inputs on a device; on CUDA by way of pinned memory, so that the host does not wait for running kernels."""
 
     def there(value: Tensor) -> Tensor:
         if device.type != "cuda" or value.is_cuda:

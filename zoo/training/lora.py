@@ -17,12 +17,12 @@ from zoo.training.sections import Lora
 
 
 def adapt(model: nn.Module, options: Lora, method: str = "dsp") -> nn.Module:
-    """Give the linear layers that `options.targets` name an adapter, in place; nothing else is trained then.
+    """Give an adapter to the linear layers that `options.targets` name, in place; only adapters are trained then.
 
-    UserError: peft is not installed, a pattern that matches no linear layer, a method that cuts weights.
+    UserError: peft is not installed, a pattern that matches no linear layer, a method that shards weights.
     """
     rank, targets = options.rank, options.targets
-    alpha: Any = options.alpha  # peft says int, and takes any number
+    alpha: Any = options.alpha  # peft's type is int, but it takes any number
     if not rank:
         return model
     if method != "dsp":
@@ -44,7 +44,7 @@ def adapt(model: nn.Module, options: Lora, method: str = "dsp") -> nn.Module:
 
 
 def freeze(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the weights that are not trained in the type that they are computed in: nothing is added to them."""
+    """Store the weights that are not trained in the dtype of the computation: no update is added to them."""
     for p in model.parameters():
         if not p.requires_grad:
             p.data = p.data.to(dtype)
@@ -52,9 +52,9 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def base_of(model: nn.Module) -> str:
-    """Fingerprint of the weights below adapters: sums over their bits, in bfloat16. Collective.
+    """The fingerprint of the weights below adapters: sums over their bits, in bfloat16. Collective.
 
-    It is the same for weights that are whole on a rank and for those that ranks share.
+    It is the same for replicated and for sharded weights.
     """
     sums, shards = {}, 1
     for name, p in model.named_parameters():
@@ -65,7 +65,7 @@ def base_of(model: nn.Module) -> str:
                 shards = prod(p.device_mesh.size(i) for i, place in enumerate(p.placements) if place.is_shard())
     found = torch.stack(list(sums.values())).cpu()
     if shards > 1:
-        dist.all_reduce(found)  # every shard as often as there are copies of it
+        dist.all_reduce(found)  # counts a shard once for each of its copies
         found //= dist.get_world_size() // shards
     listed = sorted(zip(sums, found.tolist()))
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
@@ -81,7 +81,7 @@ def plain_name(name: str) -> str:
 
 
 def merged(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model without adapters, what they learned added to its weights; in place."""
+    """Merge adapters into the weights, in place; return the state dict of the model without adapters."""
     for module in model.modules():
         layer: Any = module
         if hasattr(layer, "base_layer") and hasattr(layer, "merge"):

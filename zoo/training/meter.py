@@ -18,7 +18,7 @@ from zoo.training.tracking import amount, duration, size
 
 @dataclass
 class Sums:
-    """Steps, their seconds, those in which they waited for data, and the tokens and FLOPs of all ranks together."""
+    """Steps, their seconds, seconds of waiting for data, and tokens and FLOPs of all ranks together."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -30,7 +30,7 @@ class Sums:
 class Meter:
     """Sums over steps, read and cleared by `read`. `elapsed`: seconds of the run before this start.
 
-    The first step of a start also plans, allocates and compiles: it is read by itself and tells nothing of the others.
+    The first step of a start also plans, allocates and compiles: it is read by itself, and left out of later means.
     """
 
     def __init__(self, config: Any, world: int, device: torch.device, elapsed: float = 0.0):
@@ -39,15 +39,15 @@ class Meter:
         self.peak = peak and peak * world
         self.first: Sums | None = None
         self.sums = Sums()
-        self.done, self.settled = 0, 0.0  # steps after the first, as far as they were read, and when that one ended
+        self.done, self.settled = 0, 0.0  # steps read after the first; when the first ended
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the run, with those before it was resumed; of what a crash undid, nothing."""
+        """Seconds of the run, over its resumes; time that a crash undid does not count."""
         return self.before + time.perf_counter() - self.began
 
     def waiting(self, batches: Any) -> Any:
-        """The same batches; the time until each is there counts as waiting for data."""
+        """Yield the batches; the time until each is ready counts as waiting for data."""
         try:
             while True:
                 clock = time.perf_counter()
@@ -73,7 +73,7 @@ class Meter:
             self.first, self.sums, self.settled = sums, Sums(), now
 
     def read(self, left: int) -> dict[str, float]:
-        """The record of the steps since the last time; `left`: steps to come. Collective."""
+        """The record of the steps since the last read; `left`: steps to come. Collective."""
         sums = self.sums if self.sums.steps or self.first is None else self.first
         wait = ranks.greatest(sums.waited / sums.seconds)  # of the rank that waited longest
         found = {
@@ -90,7 +90,7 @@ class Meter:
 
 
 def peak_flops(config: Any, device: torch.device) -> float | None:
-    """FLOP/s of one rank's device by its data sheet: the configured one, or that with its name; None if not known."""
+    """FLOP/s of one rank's device by its data sheet: the configured one, or by the GPU's name; None if not known."""
     name = config.hardware.device
     if name is None and device.type == "cuda":
         told = torch.cuda.get_device_name(device).lower()
@@ -114,5 +114,5 @@ def log_line(step: int, steps: int, values: Mapping[str, float]) -> str:
 
 
 def named(losses: Mapping[str, float]) -> dict[str, float]:
-    """The terms of a loss as they are recorded; a loss of one term is recorded already."""
+    """The terms of a loss under their keys in the records; {} for a loss of one term, which is `loss` itself."""
     return {f"loss_{name}": value for name, value in losses.items()} if len(losses) > 1 else {}

@@ -23,7 +23,7 @@ from zoo.training.lora import base_of, freeze
 from zoo.training.ranks import on_first_rank
 from zoo.training.task import Task
 
-if TYPE_CHECKING:  # reading one needs more than torch
+if TYPE_CHECKING:  # its import needs more than torch
     from zoo.training.config import Config
 
 
@@ -43,7 +43,7 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
         stages = compile_and_recompute(config, model)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
-            user_error(initial.refuse_described, task)  # says more: what to write, if it is that
+            user_error(initial.refuse_described, task)  # says what to write, if init.weights are of another model
         if isinstance(error, UserError) or not config.model.overrides:
             raise
         raise UserError(
@@ -53,7 +53,7 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
 
 
 def refuse_parameters_of_its_own(objective: nn.Module, model: nn.Module) -> None:
-    """Raise UserError for an objective with other parameters than the model's: nobody would give them values."""
+    """Raise UserError for an objective with parameters that are not the model's: they would get no values."""
     known = {id(p) for p in model.parameters()}
     if own := [name for name, p in objective.named_parameters() if id(p) not in known]:
         raise UserError(
@@ -64,7 +64,7 @@ def refuse_parameters_of_its_own(objective: nn.Module, model: nn.Module) -> None
 
 @contextmanager
 def sizes_that_exist() -> Iterator[None]:
-    """A tensor of more elements than can be counted is the user's error."""
+    """Turn the overflow of a tensor's size into a UserError."""
     try:
         yield
     except (RuntimeError, OverflowError) as error:
@@ -74,7 +74,7 @@ def sizes_that_exist() -> Iterator[None]:
 
 
 def known_hardware(config: Config) -> dsp.Hardware | None:
-    """The hardware that the configuration names, if it does."""
+    """The hardware that the configuration names; None if it names none."""
     options = config.hardware
     if options.device is None:
         return None
@@ -88,7 +88,7 @@ def known_hardware(config: Config) -> dsp.Hardware | None:
 def overlap_in(
     config: Config, mesh: DeviceMesh | None = None, measured: dsp.Hardware | None = None
 ) -> int | dsp.Hardware | None:
-    """`parallel.overlap`; auto decides by the hardware that is configured or was measured, or else measures a mesh."""
+    """`parallel.overlap`, with auto decided by configured or measured hardware, else by measuring the mesh."""
     given, hardware = config.parallel.overlap, known_hardware(config) or measured
     if given == "auto" and hardware is None and mesh is None:
         return None
@@ -105,7 +105,7 @@ def make_plan(
     overlap: int | dsp.Hardware | None = None,
     hardware: dsp.Hardware | None = None,
 ) -> dsp.Plan:
-    """route, overlap: those of the run, if they were measured; hardware: that parallel.wire=auto decides by."""
+    """Plan for batches of a bucket. route, overlap: the run's, if measured; hardware: decides parallel.wire=auto."""
     with torch.device("meta"), sizes_that_exist():
         inputs = task.example(objective, bucket)
         return user_error(
@@ -117,7 +117,7 @@ def make_plan(
 
 
 def mean_losses(output: Any) -> dict[str, torch.Tensor]:
-    """The terms of the loss, over the whole batch of the sp group, of what an objective returned."""
+    """The terms of the loss that an objective returned, as means over the batch of the sp group."""
     terms = output if isinstance(output, dict) else {"loss": output}
     return {name: dsp.mean(error, weight) for name, (error, weight) in terms.items()}
 
@@ -128,9 +128,9 @@ def repeated_stages(model: nn.Module) -> list[nn.Module]:
 
 
 def recomputed_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The modules that keep their inputs alone, by value of train.checkpoint_activations, most kept first.
+    """The modules that keep only their inputs, by value of train.checkpoint_activations, the one that keeps most first.
 
-    A block is what the first `*` of a pattern stands for: one layer with all its stages, or a stage that is one.
+    A block is the module at the first `*` of a pattern: one layer with all its stages, or a stage that is a layer.
     """
     stages = repeated_stages(model)
     blocks = _matching(model, (pattern.partition("*")[0] + "*" for pattern in check(model).stages if "*" in pattern))
@@ -138,16 +138,16 @@ def recomputed_modules(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _matching(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
-    """The submodules that a pattern matches, each `*` of it one component of a path, in the order of the patterns."""
+    """The submodules that match a pattern (`*`: one component of a path), in the order of the patterns."""
     regular = [re.escape(pattern).replace(r"\*", "[^.]+") for pattern in dict.fromkeys(patterns)]
     named = list(model.named_modules())
     return list(dict.fromkeys(module for one in regular for name, module in named if re.fullmatch(one, name)))
 
 
 def compile_and_recompute(config: Config, model: nn.Module) -> list[nn.Module]:
-    """Compile and recompute the inside of stages, where no switch is; returns the stages.
+    """Compile and recompute the inside of stages, where there is no switch; return the stages.
 
-    Blocks are recomputed with the switches between their stages: a plan made after this counts them.
+    Blocks are recomputed with the switches between their stages: a plan made after this call counts those switches.
     """
     ways = recomputed_modules(model)
     for stage in ways["stages"] if config.train.compile else []:
@@ -163,9 +163,9 @@ def compile_and_recompute(config: Config, model: nn.Module) -> list[nn.Module]:
 
 
 def initialize(model: nn.Module, task: Task, device: torch.device, weights: torch.device | None = None) -> None:
-    """Give a model without memory its weights: made on rank 0, so that they do not depend on the number of ranks.
+    """Give a model on the meta device its weights, made on rank 0: they do not depend on the number of ranks.
 
-    weights: the device on which parameters are kept, if not on `device`, where buffers are.
+    weights: the device of parameters, if another than `device`, which has the buffers.
     """
     model.to_empty(device=weights or device)
     torch.manual_seed(task.config.train.seed)
@@ -181,7 +181,7 @@ def initialize(model: nn.Module, task: Task, device: torch.device, weights: torc
     for module in model.modules() if weights else ():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    for name, buffer in model.named_buffers():  # those that a state dict leaves out too
+    for name, buffer in model.named_buffers():  # also buffers that a state dict leaves out
         if source:
             buffer.copy_(source.get_buffer(name))
         dist.broadcast(buffer, src=0)

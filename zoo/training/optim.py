@@ -20,15 +20,15 @@ from zoo.training.sections import Optim
 
 
 def due(every: int, step: int, steps: int) -> bool:
-    """Tell whether something that happens every so many steps (0: never), and after the last, happens after `step`."""
+    """Tell whether an event that comes every `every` steps (0: never), and after the last, is due after `step`."""
     return every > 0 and step > 0 and (step % every == 0 or step == steps)
 
 
 def learning_rate(options: Optim, step: int, steps: int) -> float:
-    """Linear warm-up to `lr`, then what `schedule` says; the last step still has some of what it goes down to.
+    """The rate of a step: linear warm-up to `lr`, then `schedule`. The last step is one before the schedule's end.
 
-    cosine, linear: down to `final` x `lr` over all steps that are left. constant: stays. wsd (warm-up, stable, decay;
-    Hu et al., 2024, arXiv 2404.06395): stays, and goes down linearly over the last `decay` of all steps.
+    cosine, linear: down to `final` x `lr` over the remaining steps. constant: stays. wsd (warm-up, stable, decay; Hu et
+    al., 2024, arXiv 2404.06395): stays, and goes down linearly to `final` x `lr` over the last `decay` of all steps.
     """
     lr, shape, final, begins = options.lr, options.schedule, options.final, options.warmup
     stable = steps - round(options.decay * steps)  # the last step before wsd goes down
@@ -46,12 +46,12 @@ def learning_rate(options: Optim, step: int, steps: int) -> float:
 def optimizers(model: nn.Module, options: Optim, fused: bool = False) -> list[torch.optim.Optimizer]:
     """The optimizers of the weights; vectors (biases, scales) are not decayed.
 
-    fused: AdamW in one kernel a group, as it always is on CUDA. adamw8bit is AdamW with moments in 8 bits (Dettmers et
-    al., 2022), torchao's.
+    fused: AdamW in one kernel a group, as always on CUDA. adamw8bit is torchao's AdamW with moments in 8 bits (Dettmers
+    et al., 2022).
 
     muon makes the update of every matrix orthogonal, at the rate of AdamW (Jordan et al., 2024; the rate by Liu et al.,
-    2025), and leaves vectors and kernels of convolutions to AdamW. Both are torch's own; its Adafactor takes no sharded
-    weights.
+    2025), and leaves vectors and kernels of convolutions to AdamW. Muon and AdamW are torch's own; torch's Adafactor
+    takes no sharded weights.
     """
     groups: list[dict[str, Any]] = []
     matrices: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def optimizers(model: nn.Module, options: Optim, fused: bool = False) -> list[to
         vectors = [p for p in parameters if p.ndim <= 1]
         groups += [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
         matrices += [{"params": of_muon}] if of_muon else []
-    groups = [group for group in groups if group["params"]]  # torch takes no empty one beside another optimizer
+    groups = [group for group in groups if group["params"]]  # with a second optimizer, torch takes no empty group
     betas, decay = (options.betas[0], options.betas[1]), options.weight_decay
     found: list[torch.optim.Optimizer] = []
     if groups:
@@ -95,7 +95,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def runs_ahead(wanted: bool | None, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Tell whether a step may be taken before its numbers are on the host: the device skips a bad one by itself.
 
-    wanted: None is yes on CUDA. That needs AdamW's fused kernel, which takes the decision as a tensor.
+    wanted: None means yes on CUDA. Skipping needs AdamW's fused kernel, which takes the decision as a tensor.
     """
     able = all(isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in optimizers)
     on_cuda = all(p.is_cuda for o in optimizers for group in o.param_groups for p in group["params"])
@@ -103,12 +103,12 @@ def runs_ahead(wanted: bool | None, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def skipping(optimizer: Any, taken: Tensor | None) -> None:
-    """Let the kernel of a fused AdamW skip its next step if `taken` is zero; None: it takes it."""
+    """Let the kernel of a fused AdamW skip its next step if `taken` is zero; None: no skipping."""
     optimizer.found_inf = None if taken is None else 1 - taken
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that one operation can take together: a method's cut weights are on the sp axis, others on FSDP's."""
+    """Parameters by mesh, for operations on several: weights sharded by a method are on sp, others on FSDP's mesh."""
     found: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
         found.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
@@ -116,7 +116,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def average_cut(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Average over data-parallel groups the gradients of weights that FSDP does not know."""
+    """Average, over data-parallel groups, the gradients of weights that a method shards and FSDP ignores."""
     for axis in ("dp_replicate", "dp_shard"):
         over = mesh[axis]
         for p in model.parameters() if over.size() > 1 else ():
@@ -127,7 +127,7 @@ def average_cut(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scale all gradients by one factor, so that their norm is `limit` at most. Returns the norm that it was, 0-d."""
+    """Scale all gradients by one factor, so that their norm is `limit` at most. Returns the norm before, 0-d."""
     groups = by_mesh(p for p in model.parameters() if p.grad is not None)
     norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
     norm: Tensor = reduce(torch.hypot, (n.full_tensor() for n in norms))
@@ -137,7 +137,7 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 
 
 def averaged(average: "MovingAverage | None") -> AbstractContextManager[None]:
-    """The model as it is judged and shown: with the moving average of its weights, if there is one."""
+    """Give the model the moving average of its weights, if there is one, for validation and samples."""
     return average.swapped() if average else nullcontext()
 
 
@@ -153,7 +153,7 @@ class MovingAverage:
         self.restart()
 
     def restart(self) -> None:
-        """Begin with the weights as they are."""
+        """Begin with the current weights."""
         self.values = {name: p.detach().clone() for name, p in self._trained().items()}
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -161,7 +161,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
-        """Follow the weights after a step; `taken`: zero if the device has skipped it (0-d)."""
+        """Follow the weights after a step; `taken` (0-d): zero if the device has skipped the step."""
         average, weights = list(map(local_part, self.values.values())), list(map(local_part, self._trained().values()))
         if taken is None:
             torch._foreach_lerp_(average, weights, 1 - self.decay)
@@ -170,7 +170,7 @@ class MovingAverage:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The model with the averaged weights, for as long as this lasts."""
+        """Give the model the averaged weights inside the context."""
         self._exchange()
         try:
             yield
@@ -181,7 +181,7 @@ class MovingAverage:
     def _exchange(self) -> None:
         for module in self.model.modules():
             if hasattr(module, "reshard"):
-                module.reshard()  # FSDP keeps what it last gathered, which is about to be out of date
+                module.reshard()  # FSDP keeps the weights gathered last, which would be out of date
         for name, p in self._trained().items():
             weight, average = local_part(p), local_part(self.values[name])
             kept = weight.clone()

@@ -1,7 +1,7 @@
 """One run, one owner: `runs/<name>/owner.json` says which process writes into a run's directory, and holds its lock.
 
-The lock is the kernel's own (flock), so that a dead owner holds nothing. Where another host's locks are not seen, which
-shared storage may do, the time of the file decides: an owner touches it every few seconds.
+The lock is the kernel's own (flock), so that a dead owner holds nothing. Where another host's locks are not seen, as on
+some shared storage, the time of the file decides: an owner touches the file every few seconds.
 """
 
 import fcntl
@@ -17,13 +17,13 @@ from typing import Any
 from zoo.training import UserError
 
 TOUCH = 10.0  # seconds between two signs of life
-STALE = 60.0  # after which an owner on another host counts as gone
+STALE = 60.0  # seconds after which an owner on another host counts as gone
 
 
 class Owner:
     """The right to write into a run's directory: `take` it once; leaving the context gives it back.
 
-    On ranks that never take it, nothing.
+    On ranks that never take it, it does nothing.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class Owner:
         self._forget()
 
     def take(self, directory: Path) -> str:
-        """Own `directory`, which is made if need be. Returns who held it and is gone, or "".
+        """Own `directory`, which is made if need be. Returns a description of an owner that is gone, or "".
 
-        A UserError, with nothing changed, if its owner lives.
+        Raises UserError, with nothing changed, if another owner is alive.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "owner.json"
@@ -82,7 +82,7 @@ class Owner:
         return named
 
     def _there(self, file: int) -> bool:
-        """Tell whether what is open is still what the folder has."""
+        """Tell whether the open file is still the one in the folder."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(file), self.path.stat())
         return False
@@ -93,13 +93,13 @@ class Owner:
         self.file = None
 
     def _touch(self, file: int) -> None:
-        with suppress(OSError):  # closed, or a disk that is full or away: what is written next will say so
+        with suppress(OSError):  # closed, or the disk is full or gone: the next write will say so
             while not self.done.wait(TOUCH):
                 os.utime(file, (time.time(), time.time()))
 
 
 def _read(file: int) -> dict[str, Any]:
-    """The words of an owner; {} for none, as where it was killed while it wrote."""
+    """The description of an owner; {} if there is none, as after a kill during its writing."""
     try:
         there = json.loads(os.pread(file, 4096, 0))
         return {key: there[key] for key in ("host", "pid", "since")}

@@ -1,7 +1,7 @@
 """Parts of a run by name: the task that trains on a data set, the module that shows it, and the data set's options.
 
-The trainer's own tasks are modules of zoo.training.tasks and zoo.training.show; somebody else's is one module, which
-the configuration names (`task=package.module`).
+The trainer's own tasks are modules of zoo.training.tasks and zoo.training.show; a task from outside is one module,
+which the configuration names (`task=package.module`).
 """
 
 import importlib
@@ -35,7 +35,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that `data.name` and `task` name (task None: what is known for the data, or clips of video)."""
+    """The parts that `data.name` and `task` name (task None: that of `TASKS` for the data, else video)."""
 
     data: str
     task: str | None = None

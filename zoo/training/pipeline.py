@@ -47,9 +47,9 @@ def is_pipeline(folder: Path) -> bool:
 
 
 class Pipeline:
-    """A published video model that is ready to be sampled. `close` ends the process group, if this began one.
+    """A published video model that is ready to be sampled. `close` ends the process group, if the pipeline began one.
 
-    published: the transformers and their sampler; files: those that `sample` wrote last, where `out` was given.
+    published: the transformers and their sampler; files: those that the last `sample` wrote to `out`.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Pipeline:
             for model in self.published.models:
                 user_error(dsp.parallelize, model.to(self.device), mesh["sp"], wire=wire)
             stack.push(opened.pop_all())
-        self.text: Any = None  # read on rank 0, when it is first asked for
+        self.text: Any = None  # read on rank 0, at its first use
 
     def sample(self, prompt: str | Sequence[str], **options: Any) -> Tensor | None:
         """A clip for each prompt, (n c t y x) uint8, on rank 0, None elsewhere; options are those of `infer.py FOLDER`.
 
-        Such as ``frames=81, height=480, width=832, steps=50, guidance=5.0, negative_prompt="", seed=0``;
+        For example ``frames=81, height=480, width=832, steps=50, guidance=5.0, negative_prompt="", seed=0``;
         ``first_frame`` is a file, or a tensor [3, y, x] in [-1, 1]. With ``out``, a folder, files are written as well
         and named in `files`. A UserError names a wrong option.
         """
@@ -107,7 +107,7 @@ class Pipeline:
         return self.run(chosen, progress())
 
     def run(self, options: Namespace, on_step: Callable[[int, int], None]) -> Tensor | None:
-        """Do what the options say; the time that it took goes to `account`."""
+        """Sample as the options say; `account` gets the time that it took, in words."""
         options, watch = checked(options, self.published.size), Stopwatch()
         pixels, formats = (options.frames, options.height, options.width), options.format.split(",")
         self._refuse(options, formats)
@@ -143,7 +143,7 @@ class Pipeline:
         return clips
 
     def _refuse(self, options: Namespace, formats: Sequence[str]) -> None:
-        """Raises UserError for options that the folder's models cannot follow."""
+        """Raise UserError for options that the folder's models do not take."""
         for name in ("frames", "height", "width", "steps", "batch"):
             if getattr(options, name) < 1:
                 raise UserError(f"--{name} {getattr(options, name)}: must be at least 1")
@@ -184,7 +184,7 @@ class Pipeline:
             self.text.module.to("cpu")
 
     def _branch(self) -> published.Branch | None:
-        """The prediction of this rank's half, and what gathers both."""
+        """The number of the prediction that this rank's half makes, and a function that gathers both."""
         if self.halves is None:
             return None
         group = self.halves.get_group()
@@ -202,7 +202,7 @@ class Pipeline:
     def _draw(
         self, prompt: Prompt, cells: Sequence[int], options: Namespace, on_step: Callable[[int, int], None]
     ) -> Tensor:
-        """Latents (n c t h w) on the CPU, float32, a batch at a time, each clip by noise of its own seed."""
+        """Latents (n c t h w) on the CPU, float32, a batch at a time, each clip from the noise of its own seed."""
         made, n = [], len(options.prompt)
         batches = range(0, n, options.batch)
         second = options.guidance if options.guidance_2 is None else options.guidance_2
@@ -243,7 +243,7 @@ def arguments(parser: ArgumentParser, family: type[Published], out: Path | None)
 
 
 def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
-    """`infer.py FOLDER [options]`: rank 0 writes to `samples/` in the current folder, unless told otherwise."""
+    """`infer.py FOLDER [options]`: rank 0 writes to `samples/` in the current folder, or to `--out`."""
     family, _ = user_error(published.family_of, folder)
     arguments(parser, family, Path("samples") / folder.resolve().name)
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the transformers (what they are published for)")

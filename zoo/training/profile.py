@@ -1,11 +1,11 @@
-"""Where the time of a step goes, and what a rank's memory holds.
+"""The parts of a step's time, and the contents of a rank's memory.
 
     profile.steps=10:13        writes runs/<name>/profile/rank-0.json, for ui.perfetto.dev, and prints a summary
-    profile.memory=true        and memory-rank-0.pickle or .json of the same steps
-    profile.every=100          takes every so-many-th step apart, for the shares in the log
+    profile.memory=true        writes memory-rank-0.pickle or .json of the same steps, too
+    profile.every=100          takes one step in 100 apart, for the shares in the log
 
-A share is that of the step's time on rank 0: data, switches (what sequence parallelism sends), weights (what FSDP
-gathers and reduces), compute, host (nothing of these). On a GPU the times are those of its kernels, on a CPU those of
+A share is a part of the step's time on rank 0: data, switches (what sequence parallelism sends), weights (what FSDP
+gathers and reduces), compute, host (none of these). On a GPU the times are those of its kernels, on a CPU those of
 operations.
 """
 
@@ -26,12 +26,12 @@ from zoo.training.sections import Profile
 from zoo.training.tracking import size
 
 DATA, STEP = "dsp: data", "dsp: step"  # names of ranges that the trainer itself marks
-KINDS = ("data", "switches", "weights", "compute", "host")  # the first of them that an instant belongs to
+KINDS = ("data", "switches", "weights", "compute", "host")  # an instant counts as the first kind that it belongs to
 Span = tuple[float, float]
 
 
 class Profiler:
-    """Looks at the steps that it was asked to look at. `shares`: of the last step that was taken apart."""
+    """Profiles the steps that are configured. `shares`: those of the last step that was taken apart."""
 
     def __init__(self, options: Profile, directory: Path, device: torch.device):
         self.every, self.memory, self.device = options.every, options.memory, device
@@ -42,7 +42,7 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Round one step of training."""
+        """Profile the step of training inside, if that is configured."""
         inside = self.first <= step <= self.last
         once = not inside and self.every > 0 and step % self.every == 2 % self.every
         if once or (inside and self.running is None):
@@ -55,7 +55,7 @@ class Profiler:
     def _begin(self, shapes: bool) -> Any:
         if shapes and self.memory and self.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=200_000)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's library writes two lines to the screen each time
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's library prints two lines each time
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
         found = profile(activities=kinds, record_shapes=shapes, profile_memory=shapes and self.memory)
         found.start()
@@ -81,7 +81,7 @@ class Profiler:
                 say(f"memory of the same steps: {self._held(found, rank)}")
 
     def _held(self, found: Any, rank: int) -> Path:
-        """torch's record of memory: of a GPU a snapshot for pytorch.org/memory_viz, of a CPU each operation's."""
+        """Write torch's record of memory: for a GPU a snapshot for pytorch.org/memory_viz, for a CPU by operation."""
         if self.device.type == "cuda":
             path = self.directory / f"memory-rank-{rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))
@@ -95,7 +95,7 @@ class Profiler:
 
 
 def wanted(steps: str) -> tuple[int, int]:
-    """The first and the last step of '10:13', or of '10'. UserError if it is no such range."""
+    """The first and the last step of '10:13', or of '10'. UserError for any other text."""
     first, _, last = steps.partition(":")
     if not (first.isdigit() and (last or first).isdigit() and 1 <= int(first) <= int(last or first)):
         raise UserError(f"profile.steps={steps}: expected FIRST:LAST, such as 10:13, counted from 1")
@@ -103,7 +103,7 @@ def wanted(steps: str) -> tuple[int, int]:
 
 
 def kind_of(name: str) -> str:
-    """Which part of a step something is, by its name in the profile; '' for what says nothing."""
+    """The kind of an event, one of `KINDS`, by its name in the profile; '' for an event that does not count."""
     low = name.lower()
     if name == DATA:
         return "data"
@@ -117,9 +117,9 @@ def kind_of(name: str) -> str:
 
 
 def spans(found: Any) -> dict[str, list[Span]]:
-    """When each kind of thing went on, in ns, with the steps themselves under 'step'.
+    """The spans of the events of each kind, in ns, with the steps themselves under 'step'.
 
-    Those of the thread that runs the steps, and of autograd's; on a GPU those of its kernels.
+    On a GPU the events are its kernels, on a CPU the operations of the thread that runs the steps.
     """
     events = found.profiler.kineto_results.events()
     on_device = any(event.device_type() != torch.autograd.DeviceType.CPU for event in events)
@@ -151,7 +151,7 @@ def shares(found: dict[str, list[Span]]) -> dict[str, float]:
 
 
 def covered(parts: Iterable[Span]) -> float:
-    """How long at least one of these goes on."""
+    """The time during which at least one of the spans goes on."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(parts):
         total += max(0.0, last - max(first, end))
@@ -160,7 +160,7 @@ def covered(parts: Iterable[Span]) -> float:
 
 
 def summary(found: Any, parts: dict[str, float], steps: int) -> Iterator[str]:
-    """One screen: the shares, and what took longest."""
+    """The lines of a summary: the shares, and the operations that took longest."""
     yield "of a step: " + ", ".join(f"{kind} {share:.0%}" for kind, share in parts.items())
     device = torch.cuda.is_available()
     rows: Sequence[Any] = [row for row in found.key_averages() if row.key not in (STEP, DATA)]

@@ -23,8 +23,8 @@ from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen,
 
 T = TypeVar("T")
 
-TIMEOUT = 600.0  # seconds, where the caller says nothing
-COLLECTIVE = timedelta(minutes=30)  # torch's own limit, for what comes before the first step
+TIMEOUT = 600.0  # seconds, by default
+COLLECTIVE = timedelta(minutes=30)  # torch's own limit, for the time before the first step
 
 
 class Interrupted(Exception):
@@ -37,9 +37,9 @@ def process_group(
 ) -> Iterator[torch.device]:
     """This rank's device, with a process group: the caller's if there is one, torchrun's, or this process alone.
 
-    Within `timeout` seconds all ranks have to be there, each has to answer, and, once `progress` counts, to get on; a
-    `collective` may take so long. Whatever is raised inside ends all ranks with one line, printed once; it is raised
-    again, marked as told.
+    Within `timeout` seconds all ranks have to connect, each has to answer, and, once `progress` counts, to go on.
+    `collective` is the limit of one collective. An error inside ends all ranks with one line, printed once; it is
+    raised again with `told` set.
     """
     borrowed, watch = dist.is_initialized(), None
     notes, zoo = logging.StreamHandler(sys.stdout), logging.getLogger("zoo")
@@ -53,7 +53,7 @@ def process_group(
         device, backend = _device()
         if not borrowed:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=collective)
-        if dist.get_rank() == 0:  # what the data sets have to say
+        if dist.get_rank() == 0:  # messages of the data sets
             zoo.addHandler(notes)
             zoo.setLevel(logging.INFO)
         yield device
@@ -74,9 +74,9 @@ def process_group(
 def training(
     timeout: float, config: Mapping[str, Any], refused: UserError | None
 ) -> Iterator[tuple[torch.device, "StopSignal"]]:
-    """`process_group` for a run: its device, and what says that it is to stop and that it gets on.
+    """`process_group` for a run: its device, and the signal to stop, which is also the run's progress.
 
-    All ranks have to bring the same `config`; `refused` is an error that this rank has already.
+    All ranks have to have the same `config`; `refused` is an error that this rank has already met.
     """
     stop = StopSignal()
     with process_group(timeout, progress=stop) as device, stop:
@@ -87,7 +87,7 @@ def training(
 
 
 def _device() -> tuple[torch.device, str]:
-    """This rank's device, and what communicates there."""
+    """This rank's device, and the backend of its process group."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
@@ -103,7 +103,7 @@ def _device() -> tuple[torch.device, str]:
 
 
 def _meet(rank: int, world: int, timeout: float, progress: Progress) -> tuple[dist.Store, Watch]:
-    """A store for torch, and this rank's watch: all ranks are there."""
+    """Connect all ranks: return a store for torch, and this rank's watch."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -120,7 +120,7 @@ def _meet(rank: int, world: int, timeout: float, progress: Progress) -> tuple[di
 
 
 def agree(configs: Sequence[Mapping[str, Any]], errors: Sequence[str | None]) -> None:
-    """Refuse ranks that were started otherwise, or that were refused already; by what each of them has."""
+    """Raise a UserError if a rank has an error, or another configuration than rank 0; both are given by rank."""
     for rank, error in enumerate(errors):
         if error:
             raise UserError(f"rank {rank}: {error}" if rank else error)
@@ -144,13 +144,13 @@ def say(text: str) -> None:
 
 
 def tell(error: Exception, watch: Watch | None, progress: Progress) -> None:
-    """Print what ends the run, once for all ranks."""
+    """Print the error that ends the run, once for all ranks."""
     if getattr(error, "told", False):
         return
-    met = error.__cause__ if isinstance(error, UserError) else error  # as by a save, whose error says more
+    met = error.__cause__ if isinstance(error, UserError) else error  # a save wraps the error that it met
     lost = isinstance(met, (RuntimeError, CheckpointException)) and any(word in str(met) for word in CONNECTION)
     shared = isinstance(error, UserError) and not error.alone
-    if not (lost and watch and watch.verdict(2 * PATIENCE)):  # another rank ended, and that is what there is to say
+    if not (lost and watch and watch.verdict(2 * PATIENCE)):  # else the end of another rank is printed
         text = str(error) if shared else describe(error, progress)
         if watch:
             watch.report(text, status_of(error), shared=shared)
@@ -163,7 +163,7 @@ CONNECTION = ("gloo", "NCCL", "Connection", "connection", "Socket", "socket", "T
 
 
 def describe(error: Exception, progress: Progress) -> str:
-    """An error of one rank in one line: when, what, and which file; where it may be our own, the traceback is kept."""
+    """An error of one rank in one line: step, message, file; the traceback is kept if the program may be at fault."""
     words = str(error) if isinstance(error, UserError) else " ".join(str(error).split())[:500]
     when = f"{progress.doing}: " if progress.count else ""
     if isinstance(error, UserError):
@@ -185,12 +185,12 @@ def describe(error: Exception, progress: Progress) -> str:
 
 
 def status_of(error: Exception) -> int:
-    """2 for what the user can put right, 1 for all else."""
+    """The exit status: 2 for errors that the user can fix, 1 for all others."""
     return 2 if isinstance(error, UserError) else 1
 
 
 def complain(error: Exception) -> int:
-    """Print an error that no group of ranks has told: rank 0, or one that is alone. Returns the exit status."""
+    """Print an error that no process group has printed, on rank 0 first; return the exit status."""
     if not getattr(error, "told", False):
         rank = int(os.environ.get("RANK", 0))
         if rank and not getattr(error, "alone", False):
@@ -200,9 +200,9 @@ def complain(error: Exception) -> int:
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """The result of `action` on rank 0, on every rank; its OSError or UserError too, as a UserError.
+    """Run `action` on rank 0; return its result on every rank, or raise its OSError or UserError there as a UserError.
 
-    Without a process group, simply what `action` gives.
+    Without a process group, run `action` here.
     """
     if not dist.is_initialized():
         return action()
@@ -233,7 +233,7 @@ def greatest(value: float) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes this rank has held at most: allocated by torch on a GPU, resident in the process on a CPU."""
+    """The most bytes that this rank has held: allocated by torch on a GPU, resident in the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -243,7 +243,7 @@ def peak_memory(device: torch.device) -> int:
 class StopSignal(Progress):
     """SIGTERM and SIGINT ask a run to write a checkpoint and leave, at a place where all ranks can.
 
-    A signal may reach one rank alone, or all at different steps, so it counts once the ranks have been asked together.
+    A signal may reach one rank alone, or all at different steps, so it counts once all ranks have been asked together.
     """
 
     def __enter__(self) -> "StopSignal":
@@ -259,7 +259,7 @@ class StopSignal(Progress):
 
     @property
     def requested(self) -> bool:
-        """Tell whether this rank received a signal. Asked once a step: the run gets on."""
+        """Tell whether this rank received a signal. Read once a step, so reading it counts as progress."""
         self.count += 1
         return bool(self.stopped)
 

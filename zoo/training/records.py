@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one JSON object a line, each with its step, appended as the run goes; the source of truth.
 
-A file that was damaged, wherever, is read as far as it can be: what is no record is counted, said, and kept beside it.
+A damaged file is read as far as possible: lines that are not records are counted, reported, and kept in another file.
 """
 
 import json
@@ -27,7 +27,7 @@ def cut_metrics(
 ) -> list[dict[str, Any]]:
     """Drop the records after `step`; returns those that stay.
 
-    Damaged lines go to `<name>.damaged`, which is said; so is it if fewer than `known` records are left.
+    Damaged lines go to `<name>.damaged`. `report` says so, and says if fewer than `known` records are left.
     """
     records, damaged = _read(path)
     if damaged:
@@ -56,20 +56,20 @@ def line_of(record: Mapping[str, Any]) -> str:
 
 
 def flush(path: Path) -> None:
-    """See to it that what was appended outlives a crash of the host."""
+    """Flush to disk, so that appended records outlive a crash of the host."""
     with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def write(path: Path, text: str) -> None:
-    """A file that is whole or as it was; what else stands in its place is not written to. An OSError names it."""
+    """Replace a file completely or not at all; a link or device in its place is not written to. An OSError names it."""
     with naming(path), whole_file(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of what is done inside names the file: that of a full disk does not."""
+    """Add the file's name to an OSError raised inside that lacks one, as that of a full disk."""
     try:
         yield
     except OSError as error:

@@ -3,8 +3,8 @@
     python -m zoo.training.report runs/demo                  # runs/demo/report.html; a run writes its own at its end
     python -m zoo.training.report runs/a runs/b --out ab.html
 
-Curves with what they have to beat, samples, the plan as a ribbon, memory, throughput, configurations and what changed
-at resumes: all of it from the files of the runs' directories.
+The page has curves with their baselines, samples, the plan as a ribbon, memory, throughput, and configurations with
+their changes at resumes, all from the files in the runs' directories.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Run:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """Every option with its value; the file's lines as they are if another version wrote them."""
+        """Every option with its value; the lines of the file if another version wrote it."""
         path = self.directory / "config.yaml"
         try:
             return {key: str(value) for key, value, _ in leaves(load([str(path)]))}

@@ -2,9 +2,9 @@
 
     saver = Saver(directory, keep=2, asynchronous=True)
     saver.save(step, contents, extra)       # copies the tensors to memory of the host, and returns
-    saver.wait()                            # the one that is being written is whole, or an error says why not
+    saver.wait()                            # the checkpoint is complete on disk, or an error says why not
 
-What is written, how it is hashed and renamed is that of checkpoint.py, in a thread with a process group of its own.
+checkpoint.py writes, hashes and renames the files, in a thread with a process group of its own.
 `save` and `wait` are collective: an error while writing is raised by the next of them, on every rank.
 """
 
@@ -51,11 +51,11 @@ class Saver:
         try:
             path = checkpoint.write(self.directory, step, held, extra=extra, keep=self.keep, group=self.group)
             self.result = path, time.perf_counter() - clock
-        except BaseException as error:  # raised where all ranks are together
+        except BaseException as error:  # `wait` raises it, on all ranks together
             self.result = error, 0.0
 
     def wait(self) -> None:
-        """Until what is being written is written."""
+        """Wait until the checkpoint that is being written is complete."""
         if self.thread is None:
             return
         self.thread.join()
@@ -66,9 +66,9 @@ class Saver:
         say(f"step {self.step}: checkpoint {path} (waited {self.stalled:.2f} s, written in {seconds:.2f} s)")
 
     def leave_sound(self, guard: Guard, kept: Callable[[], Kept]) -> str:
-        """After a divergence: the newest checkpoint is to be of weights that gave a finite loss. Says which it is.
+        """After a divergence, make weights that gave a finite loss the newest checkpoint; return a text that names it.
 
-        kept: a copy of the weights as they are.
+        kept: makes a copy of the current weights.
         """
         self.wait()
         sound = on_first_rank(lambda: [(at, path) for at, path in checkpoint.found(self.directory) if at < guard.sound])
@@ -81,6 +81,6 @@ class Saver:
         return f"the last checkpoint known to be sound is {sound[-1][1]}" if sound else "no checkpoint of them is left"
 
     def abandon(self) -> None:
-        """Leave, after an error: what is being written gets a moment; others may not be there to finish it with."""
+        """After an error, wait only a moment for the checkpoint being written: ranks that it needs may be gone."""
         if self.thread is not None:
             self.thread.join(PATIENCE)

@@ -9,9 +9,9 @@ from dsp.embedded import METHODS
 
 
 def option(default: Any, help: str, **checks: Any) -> Any:
-    """A field with its comment. `choices=`, `least=`, `most=` and `length=` are checked once all layers are merged.
+    """A field with its help. `choices=`, `least=`, `most=` and `length=` are checked once all layers are merged.
 
-    `file=True`: it names a file or folder, which is found from elsewhere, too, once the configuration is loaded.
+    `file=True`: it names a file or folder, and its path is made absolute when the configuration is loaded.
     """
     return field(default_factory=lambda: copy(default), metadata={"help": help, **checks})
 

@@ -1,12 +1,12 @@
-"""A task: a run's data and loss, its pictures, and the use of a trained model, none of which the trainer knows.
+"""A task: a run's data and loss, its pictures, and the use of a trained model. The trainer itself knows none of these.
 
-A kind of data has two modules of its own, of one name, which `zoo.training.parts.TASKS` gives for each data set:
+A kind of data has two modules of one name, which `zoo.training.parts.TASKS` gives for each data set:
 
     tasks/    `Task`, and the sections of the configuration that only it has: `DATA` (data.name -> dataclass),
               `Objective`, and `Eval` and `Sample`, which have `every`, in steps
     show/     `Show`, and `Infer` for infer.py
 
-A task from outside is one module, of which `Task` is all that it must have: `zoo.training.parts`.
+A task from outside is one module, in which only `Task` is required: see `zoo.training.parts`.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ from zoo.training import UserError, one_line, user_error
 from zoo.training.lora import adapt
 from zoo.training.sections import option
 
-Inputs = dict[str, Tensor | int]  # what is no DTensor is the same on all ranks
+Inputs = dict[str, Tensor | int]  # a value that is not a DTensor is the same on all ranks
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Floor:
     key: str  # in the records
     name: str  # for the reader
     loss: float
-    of: str = "val_loss"  # the key of what it is to be compared with
+    of: str = "val_loss"  # the key of the measure to compare it with
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Sample:
 
 
 class Data(Protocol):
-    """A section of the configuration that names a data set; a task's file may ask for more, in a `Data` of its own."""
+    """A section of the configuration that names a data set; a task's module may ask for more, by its own `Data`."""
 
     name: Annotated[str, "the name in the configuration, an option"]
 
@@ -79,14 +79,14 @@ class Shown(Protocol):
 
 
 class Task(ABC):
-    """One run's data, model and loss. The ranks of `mesh` share each sample; None: this one has it whole."""
+    """One run's data, model and loss. The ranks of `mesh` share each sample; None: this rank has full samples."""
 
-    identity: dict[str, Any]  # what a checkpoint has to agree with
+    identity: dict[str, Any]  # describes the model; a checkpoint must have the same
     tokens: int = 1  # of one sample, for the throughput; known once the model is made
     validation_samples: int = 0  # of all data-parallel groups together
-    train: Any  # what `open` found to train on, with a length; of a task that has `samples`
-    validation: Any  # and to validate with
-    divided: ClassVar[Mapping[str, int]] = {}  # inputs of which a rank makes its own part alone, and the dim
+    train: Any  # the training set, with a length, which `open` sets; required with `samples`
+    validation: Any  # the validation set, likewise
+    divided: ClassVar[Mapping[str, int]] = {}  # by input, the dim along which a rank makes only its shard
     levels: int = 1  # parts of the validation loss that are also reported one by one
 
     def __init__(self, config: Any, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu"):
@@ -96,13 +96,13 @@ class Task(ABC):
         self.identity = {"name": config.model.name}
 
     def create(self) -> Any:
-        """The model that the configuration names, on the default device; it is noted in `identity`."""
+        """The model that the configuration names, on the default device; `identity` gets its settings."""
         options = self.config.model
         try:
             model = user_error(zoo.create, options.name, options.size, **options.overrides, prefix="model: ")
         except (ArithmeticError, RuntimeError, TypeError, AssertionError, LookupError) as error:
             if not options.overrides:
-                raise  # no fault of the user's
+                raise  # not the user's error
             raise UserError(
                 f"model: {options.name} cannot be made with {options.overrides}: {one_line(error)}"
             ) from error
@@ -117,7 +117,7 @@ class Task(ABC):
         """Find the data: on rank 0, so that all ranks agree on what there is."""
 
     def model(self) -> nn.Module:
-        """The model on the default device. A UserError if its inputs are not what the data has."""
+        """The model on the default device. A UserError if its inputs do not fit the data."""
         made: nn.Module = self.create()
         return made
 
@@ -126,7 +126,7 @@ class Task(ABC):
         """The model with its loss: forward returns loss and weight per element, or a dict of such pairs to be added."""
 
     def predictor(self, model: nn.Module) -> nn.Module:
-        """The model as `Show` and `Infer` call it; what it returns there is whole on every rank."""
+        """The model as `Show` and `Infer` call it; its output is full on every rank."""
         return model
 
     def samples(self, chosen: Sequence[tuple[int, int]], training: bool) -> Inputs:
@@ -146,7 +146,7 @@ class Task(ABC):
         return {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in made.items()}
 
     def bucket(self, step: int, groups: int) -> int:
-        """Which bucket the batches of a step are of, if what a step computes differs; 0 takes the most."""
+        """The bucket of the batches of a step, if steps differ in their computation; bucket 0 computes the most."""
         return 0
 
     def batch_tokens(self, bucket: int = 0) -> int:
@@ -156,7 +156,7 @@ class Task(ABC):
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
         """The objective's arguments for one micro-batch of data-parallel group `group` of `groups`.
 
-        A pure function of its arguments and the configuration. A rank makes its own parts alone.
+        A pure function of its arguments and the configuration. A rank makes only its own parts.
         """
         return self.samples(self.drawn(step, micro, group, groups, len(self.train)), True)
 
@@ -168,16 +168,16 @@ class Task(ABC):
         return list(zip(epochs, indices))[first : first + options.batch]
 
     def here(self, length: int) -> range:
-        """The rows of `length` that this rank holds. A single one is not there to be divided: every rank has it."""
+        """The rows of `length` that this rank holds; a single row is not divided: every rank has it."""
         return share(length, self.rank, self.size) if length > 1 else range(length)
 
     def given(self, inputs: Mapping[str, Any]) -> dict[str, Placement]:
-        """How those of a batch arrive that are divided."""
+        """The placements of the inputs of a batch that are divided."""
         there = {name: dim for name, dim in self.divided.items() if name in inputs}
         return {name: Shard(dim) for name, dim in there.items() if inputs[name].shape[dim] > 1}
 
     def part(self, name: str, local: Tensor, length: int) -> Tensor:
-        """This rank's part of an input that is `divided`, where the whole has `length` rows, as a DTensor."""
+        """This rank's part of a `divided` input, as a DTensor; the full input has `length` rows."""
         dim = self.divided[name]
         if self.mesh is None or self.size == 1 or length == 1:
             return local
@@ -219,7 +219,7 @@ class Show:
         raise NotImplementedError
 
     def write(self, samples: Any, path: Path) -> Mapping[str, float]:
-        """Write a picture of what `sample` returned; called on rank 0. Returns what else was measured on it."""
+        """Write a picture of the samples; called on rank 0. Returns measures of the samples."""
         raise NotImplementedError
 
     def headline(self, key: str) -> bool:
@@ -227,21 +227,21 @@ class Show:
         return True
 
     def floors(self, objective: Any) -> list[Floor]:
-        """Those that the configuration asks for; called on rank 0 at the end of a run."""
+        """The baselines that the configuration asks for; called on rank 0 at the end of a run."""
         return []
 
 
 class Infer:
     """The work of infer.py with a task's model. By default there is none."""
 
-    account: str = ""  # what there is to say of the time that `run` took, once it is done
-    made: Any = None  # what `run` made last, on rank 0
+    account: str = ""  # the time that `run` took, in words, once it is done
+    made: Any = None  # the last results of `run`, on rank 0
 
     def __init__(self, show: Any):
         self.show, self.task, self.config = show, show.task, show.config
 
     def arguments(self, parser: ArgumentParser) -> None:
-        """Add what infer.py can be told about this task."""
+        """Add the options of infer.py for this task."""
 
     def run(
         self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]

@@ -13,7 +13,7 @@ from zoo.video.codec import Autoencoder, Decoding, Encoding
 def together(codec: Autoencoder, group: dist.ProcessGroup | None = None) -> Autoencoder:
     """A video autoencoder whose `encode` and `decode` all ranks of a group (None: of the run) call with the same clip.
 
-    Each holds 1/N of every tensor, and the rows that its convolutions read beside; what comes out is whole, on every
+    Each holds 1/N of every tensor, and the neighbouring rows that its convolutions read. The result is full on every
     rank, and that of one process to rounding: there are no tiles, so no seams. It is made once, and so are its plans.
     """
     if group not in codec.shared:

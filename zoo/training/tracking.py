@@ -1,13 +1,13 @@
-"""The records of a run: `runs/<name>/metrics.jsonl`, one log line an interval, and what goes to wandb.
+"""The records of a run: `runs/<name>/metrics.jsonl`, a log line an interval, and records for wandb.
 
     runs/<name>/config.yaml      the whole configuration, resolved
                 metrics.jsonl    one JSON object a line, each with its step and time: the source of truth
                 plan.svg         the plan as a picture
-                report.html      all of this as a page, once the run is at its end: see report.py
+                report.html      all of this as a page, written at the run's end: see report.py
                 console.log      what the run printed, with all its resumes
                 samples/         step-00000100.gif, or .png ...
                 checkpoints/     see checkpoint.py
-                wandb/, tensorboard/    the same, for them
+                wandb/, tensorboard/    the same records, for these tools
 
 A resumed run cuts metrics.jsonl back to the step of its checkpoint, so the file always holds one continuous curve.
 """
@@ -27,8 +27,8 @@ from zoo.training.records import append, cut_metrics, flush, read_metrics, write
 
 
 def open_run(config: Config, owner: Owner) -> Path:
-    """The directory of a run, made if need be, and owned. An occupied one is refused unless the run is to be resumed,
-    and one that another process writes into in any case."""
+    """Make the directory of a run, and own it. A UserError if it has a run already that is not to be resumed, or if
+    another process writes into it."""
     assert config.name is not None
     directory = Path(config.runs_dir) / config.name
     if before := owner.take(directory):
@@ -56,10 +56,10 @@ def changes(directory: Path, config: Config) -> list[str]:
 
 
 class Tracker:
-    """Writes what happens in a run. One for each run, on rank 0."""
+    """Writes the records of a run, on rank 0."""
 
     def __init__(self, directory: Path, config: Config, *, step: int, before: Mapping[str, Any], plan: Any):
-        """`before`: what `flush` returned when the checkpoint was written that this run goes on from, if it does."""
+        """`before`: what `flush` returned for the checkpoint from which the run is resumed, else {}."""
         self.path = directory / "metrics.jsonl"
         self.records = cut_metrics(self.path, step, known=before.get("records", {}).get("count"))
         self.sinks: list[Sink] = []
@@ -73,7 +73,7 @@ class Tracker:
             self.sinks.append(sink)
         if config.log.tensorboard:
             self.sinks.append(TensorBoard(directory, config, step))
-        write(directory / "config.yaml", to_yaml(config))  # of a start that nothing has refused
+        write(directory / "config.yaml", to_yaml(config))  # not before: a start may be refused
         write(directory / "plan.svg", plan.svg())
 
     @property
@@ -82,7 +82,7 @@ class Tracker:
         return max((record.get("elapsed", 0.0) for record in self.records), default=0.0)
 
     def log(self, step: int, **values: Any) -> None:
-        """Append one record, with the time of day in seconds since 1970. What is no number is null, as JSON has it."""
+        """Append one record, with the time in seconds since 1970. NaN and infinity are null, as JSON has neither."""
         values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
         record = {"step": step, "time": round(time.time(), 3), **values}
         self.records.append(record)
@@ -91,13 +91,13 @@ class Tracker:
             sink.log(step, values)
 
     def flush(self, step: int) -> dict[str, Any]:
-        """See to it that what was logged outlives a crash of the host; returns what a checkpoint says of it."""
+        """Flush the log to disk, so that it outlives a crash of the host; return its part of a checkpoint."""
         flush(self.path)
         known = sum(record["step"] <= step for record in self.records)
         return {"wandb_id": self.wandb_id, "records": {"count": known}}
 
     def picture(self, step: int, path: Path) -> None:
-        """Show a GIF or a PNG that was written to the run's directory."""
+        """Send a GIF or a PNG in the run's directory to the sinks."""
         for sink in self.sinks:
             sink.picture(step, path)
 
@@ -106,11 +106,11 @@ class Tracker:
             sink.finish()
 
 
-# ------------------------------------------------------------------------- where else they go, with all that is there
+# ---------------------------------------------------------------------------------------- the same records for others
 
 
 class Sink(Protocol):
-    """A receiver of the numbers of a step, of pictures, and at the end of the rest."""
+    """A receiver of the numbers of a step and of pictures; `finish` writes the rest."""
 
     def log(self, step: int, record: Mapping[str, Any]) -> None: ...
 
@@ -120,7 +120,7 @@ class Sink(Protocol):
 
 
 def series(record: Mapping[str, Any]) -> dict[str, int | float]:
-    """The numbers of a record by their names there; a list has a name for each of its places."""
+    """The numbers of a record by their names in a sink; a list has a name for each element."""
     return {("val/" + key.removeprefix("val_") if "val_" in key else f"train/{key}"): n for key, n in numbers(record)}
 
 
@@ -133,13 +133,13 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 class Wandb:
-    """A run of wandb. `told`: the records before, for one that is offline.
+    """A run of wandb.
 
-    wandb writes some seconds late offline, and a killed run has none of that: the part of the last start holds all.
+    Offline, wandb writes some seconds late, which a kill loses. So each start of an offline run logs all records again.
     """
 
     def __init__(self, directory: Path, config: Config, run_id: str | None, plan: Sequence[Mapping[str, Any]]):
-        import wandb  # takes over a second, and not every run wants it
+        import wandb  # takes over a second, and not every run needs it
 
         online = config.wandb.mode == "online"
         try:
@@ -152,7 +152,7 @@ class Wandb:
             )  # fmt: skip
         except wandb.Error as error:
             raise UserError(f"wandb: {error}; wandb.mode=offline needs no account") from None
-        # wandb counts its own steps from 0 in every offline process: plot against ours
+        # wandb counts its own steps from 0 in every offline process: plot against the run's
         self.run.define_metric("train/step")
         self.run.define_metric("*", step_metric="train/step")
         self.plan = plan
@@ -182,7 +182,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files under `tensorboard/`. A resumed run hides what came after the step that it goes on from."""
+    """Event files under `tensorboard/`. A resumed run hides events after the step of its checkpoint."""
 
     def __init__(self, directory: Path, config: Config, step: int):
         try:
@@ -200,7 +200,7 @@ class TensorBoard:
         import numpy as np
         from PIL import Image
 
-        with Image.open(path) as image:  # of a GIF the first frame
+        with Image.open(path) as image:  # the first frame of a GIF
             self.writer.add_image("samples", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
     def finish(self) -> None:
@@ -211,7 +211,7 @@ class TensorBoard:
 
 
 def higher(key: str) -> bool:
-    """Tell whether more of a measure is better: of losses and distances less is, of all others more."""
+    """Tell whether higher is better for a measure: lower is for losses and distances, higher for all others."""
     return not any(word in key for word in ("loss", "distance", "rmsd"))
 
 
@@ -233,7 +233,7 @@ def ascii_key(name: str) -> str:
 
 
 def label(key: str) -> str:
-    """The name of a measure for a reader, of its key in the records.
+    """The name of a measure for a reader, from its key in the records.
 
     >>> [label(key) for key in ("val_short_p_at_l5", "val_lddt_cb", "val_loss_msa", "val_masked_accuracy")]
     ['short P@L/5', 'lDDT-Cβ', 'loss msa', 'masked accuracy']
@@ -249,7 +249,7 @@ def label(key: str) -> str:
 
 
 def amount(value: float) -> str:
-    """A number in four characters or so.
+    """A number in about four characters.
 
     >>> [amount(7.0), amount(1208.0), amount(45_300_000)]
     ['7', '1.21k', '45.3M']

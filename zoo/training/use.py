@@ -30,7 +30,7 @@ from zoo.training.tracking import duration
 
 
 def locate(path: Path) -> tuple[Path, Path, int | None]:
-    """The run's directory, its checkpoints, and which step is meant (None: the latest sound one)."""
+    """The directories of a run and of its checkpoints, and the step of `path` (None: the latest sound one)."""
     step = None
     if path.name.startswith("step-"):
         known = {p: step for step, p in checkpoint.found(path.parent)}
@@ -44,10 +44,10 @@ def locate(path: Path) -> tuple[Path, Path, int | None]:
 
 
 def restored(task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True) -> nn.Module:
-    """The task's model with the weights of a checkpoint, whole on every rank, and in nobody's hands yet."""
+    """The task's model with the weights of a checkpoint, in full on every rank, and not parallelized yet."""
     with torch.device("meta"):
         model = task.model()
-    if task.config.lora.rank:  # the checkpoint has what was added to the weights that the run began with
+    if task.config.lora.rank:  # the checkpoint has only the adapters: the run began with these weights
         initialize(model, task, device)
     else:
         model.to_empty(device=device)
@@ -63,7 +63,7 @@ def restored(task: Task, directory: Path, step: int | None, device: torch.device
 def load_model(
     task: Task, directory: Path, step: int | None, device: torch.device, averaged: bool = True, wire: str = "same"
 ) -> nn.Module:
-    """The module that the task infers with, with the weights of a checkpoint, shared by all ranks."""
+    """The task's predictor with the weights of a checkpoint, parallelized over all ranks."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("sp",))
     predictor = task.predictor(restored(task, directory, step, device, averaged))
     user_error(dsp.parallelize, predictor, mesh["sp"], wire=wire)
@@ -71,7 +71,7 @@ def load_model(
 
 
 def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:
-    """A line on a terminal that says how far a long job is."""
+    """A function that shows the progress of a long job, in a line on a terminal."""
     began, shown = clock(), sys.stderr.isatty() and dist.get_rank() == 0
 
     def on_step(step: int, steps: int) -> None:
@@ -83,7 +83,7 @@ def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., No
 
 
 def arguments(parser: ArgumentParser, infer: Infer, out: Path) -> None:
-    """The options of infer.py for a run, which `Run.sample` takes by the same names."""
+    """Add the options of infer.py for a run, which `Run.sample` takes by the same names."""
     parser.add_argument("--out", type=Path, default=out, help="directory for the results")
     parser.add_argument(
         "--weights", choices=("averaged", "last"), default="averaged",
@@ -100,7 +100,7 @@ def wire_option(parser: ArgumentParser) -> None:
 
 
 def asked(parser: ArgumentParser, options: Mapping[str, Any], but: str) -> Namespace:
-    """Options by name as a command line would give them. A UserError names one that is not known, as `but` is not."""
+    """Options by name, with the parser's defaults. A UserError names an unknown one; `but` counts as unknown."""
     known = {action.dest: action.default for action in parser._actions if action.dest not in ("help", but)}
     if unknown := sorted(options.keys() - known.keys()):
         raise UserError(f"sample: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
@@ -112,7 +112,7 @@ def asked(parser: ArgumentParser, options: Mapping[str, Any], but: str) -> Names
 class Run:
     """A trained model that is ready to be used. `close` ends the process group, if `load` began one.
 
-    model: called as the task's samplers call it, parallelized over all ranks; config, task: those of the run.
+    model: the module that the task's samplers call, parallelized over all ranks; config, task: those of the run.
     """
 
     def __init__(self, path: str | Path, *, averaged: bool = True, wire: str = "same"):
@@ -127,7 +127,7 @@ class Run:
         self.files: list[Path] = []
 
     def sample(self, *files: str | Path, **options: Any) -> Any:
-        """Make samples with these options, such as ``label=[3, 7], frames=16`` or, of proteins, files.
+        """Make samples with these options, such as ``label=[3, 7], frames=16`` or, for proteins, files.
 
         Clips are (n c t y x) uint8, images (n c h w), predictions of proteins a list; on rank 0, None elsewhere. The
         files that infer.py writes are written too, under `out`, and named in `files`. A UserError names a wrong option.

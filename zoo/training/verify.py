@@ -1,6 +1,6 @@
-"""Reading a checkpoint without trusting it: every file is what the manifest says, and nothing in it can run code.
+"""Reading a checkpoint without trusting it: every file has to match the manifest, and no file can run code.
 
-DCP itself loads a shard with a flipped bit without a word, and unpickles what it finds.
+DCP itself loads a shard with a flipped bit without an error, and unpickles anything.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from zoo.training import one_line
 
 FORMAT = 1
 MOST_BYTES = 1 << 26  # of manifest.json and state.json
-EACH = 24  # bytes of a long one for each name and object: a file of a checkpoint has a hundred for three
+EACH = 24  # fewest bytes for each name and object of a long JSON; a checkpoint's has a hundred for three
 
 
 class Damaged(Exception):
@@ -27,9 +27,9 @@ class Damaged(Exception):
 
 
 def verify(path: Path, step: int) -> tuple[dict[str, Any], Metadata]:
-    """The state and the metadata of the checkpoint of `step`, whose every file is what its manifest says.
+    """The state and the metadata of the checkpoint of `step`, each of whose files matches its manifest.
 
-    Damaged, on all ranks, if one is not. The ranks share the reading.
+    Raises Damaged, on all ranks, if a file does not match. The ranks share the reading.
     """
     problem, found = None, None
     try:
@@ -67,7 +67,7 @@ _ALLOWED = {
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """A member of an enumeration: Python 3.11 before 3.11.4 pickles one as its getattr."""
+    """A member of an enumeration: Python 3.11 before 3.11.4 pickles it as a getattr."""
     if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError("it asks for builtins.getattr, which no checkpoint needs but for enumerations")
@@ -85,7 +85,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path, allowed_files: set[str]) -> Metadata:
-    """DCP's `.metadata`, checked: plain classes, tensors alone, inside the checkpoint's own files."""
+    """DCP's `.metadata`, checked: only plain classes, only tensors, only in the checkpoint's own files."""
     try:
         with path.open("rb") as file:
             metadata = _PlainUnpickler(file).load()
@@ -99,7 +99,7 @@ def read_metadata(path: Path, allowed_files: set[str]) -> Metadata:
                 raise Damaged(f"{path} points at {info.relative_path}, which is not in the manifest")
     except Damaged:
         raise
-    except Exception as error:  # a broken pickle can raise anything, and what it made may lack anything
+    except Exception as error:  # a broken pickle can raise any error, and its result may lack any attribute
         raise Damaged(f"{path}: {error}") from error
     return metadata
 

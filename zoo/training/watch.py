@@ -1,11 +1,11 @@
-"""The watch that ranks keep on each other outside of torch: who lives, who gets on, who met an error.
+"""The watch of ranks on each other, outside of torch: which ranks are alive, go on, or met an error.
 
-Every rank has a connection to rank 0, outside of torch, and a thread that says once a second how far the rank is. So a
-process that ends is seen at once, by its connection; one that is stopped, by its silence; one that hangs, by a count of
-steps that stands still. The first fault ends all ranks, with one line, which rank 0 prints, or if it is gone rank 1.
+Every rank has a connection to rank 0, outside of torch, and a thread that reports its progress once a second. So the
+end of a process is seen at once, by its connection; a stopped process, by its silence; a hang, by a count of steps that
+does not grow. The first fault ends all ranks with one line, which rank 0 prints, or rank 1 if rank 0 is gone.
 
-torch's store can do neither: it does not tell whose client has gone, and a call to a store whose process is stopped
-does not return.
+torch's store cannot do this: it does not say which client is gone, and a call to a store whose process is stopped does
+not return.
 """
 
 import json
@@ -25,30 +25,30 @@ from typing import Any
 from zoo.training import UserError, flight, printable
 
 BEAT = 1.0  # seconds between two signs of life
-GRACE = 0.5  # seconds between the end of a rank and the word on it: a signal to all ends one before the other
-PATIENCE = 3.0  # seconds that a rank waits for what the others have to say of an error
+GRACE = 0.5  # seconds from the end of a rank to its report: a signal to all ranks ends one before another
+PATIENCE = 3.0  # seconds that a rank with an error waits for the report of another rank
 LINGER = 20.0  # seconds that a rank with an error has for its own clean-up
 STUCK = 5  # seconds after which a message that does not go through counts as lost
 HOME = Path(__file__).resolve().parents[2]
-OWN = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # what is ours in it
-# where a rank is that waits for the others
+OWN = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # the project's own code in HOME
+# places in the code where a rank waits for others
 WAITING = ("torch/distributed/", "zoo/training/guard.py", "dsp/collectives.py", "dsp/exchange.py", "torch/_ops.py")
 MOST = 1 << 20  # bytes of a message
 
 
 @dataclass
 class Progress:
-    """How far this rank is: a count that grows with every step, and what to call the step."""
+    """How far this rank is: a count that grows with every step, and the name of the step."""
 
     count: int = 0
     doing: str = "the start"
-    stopped: str = ""  # the signal that told this rank to stop
+    stopped: str = ""  # the signal that asked this rank to stop
     thread: int = field(default_factory=threading.get_ident)
-    model: Any = None  # whose modules a flight record names
-    folder: Path | None = None  # where it is written
+    model: Any = None  # the model whose modules a flight record names
+    folder: Path | None = None  # of the flight record
 
     def where(self) -> tuple[str, bool]:
-        """The place in the code that this rank is at, and whether it waits for others there."""
+        """This rank's place in the code, and whether it waits for other ranks there."""
         frame, files = sys._current_frames().get(self.thread), []
         while frame is not None:
             files.append((frame.f_code.co_filename.replace("\\", "/"), frame.f_lineno, frame.f_code.co_name))
@@ -61,7 +61,7 @@ class Progress:
 
 @dataclass
 class Peer:
-    """A rank, and how far it was when it was last heard of."""
+    """A rank, and its progress when it was last heard."""
 
     rank: int
     end: Connection | None = None  # None: this rank itself
@@ -94,51 +94,51 @@ class Watch:
         self.known, self.closing, self.mine = threading.Event(), threading.Event(), threading.Event()
         self.lock = threading.Lock()
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.ended: tuple[float, Peer] | None = None  # the first whose connection closed, and when
+        self.ended: tuple[float, Peer] | None = None  # when a connection first closed, and whose
         self.thread = threading.Thread(target=self._watch, daemon=True, name="watch")
         self.thread.start()
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """In a process forked from this one: it is no rank, and must not keep the connections of one that ends."""
+        """Close the connections: a process forked from this rank must not keep them when the rank ends."""
         for peer in self.peers:
             if peer.end:
                 peer.end.close()
 
     def close(self) -> None:
-        """Say goodbye: from now on this rank may leave."""
+        """Stop watching and say goodbye: from now on this rank may end."""
         self.closing.set()
         self.thread.join(5)
         self._say(bye=True)
         self._forget()
 
     def report(self, text: str, status: int, *, shared: bool = False) -> None:
-        """Make an error of this rank that of the run; returns once the line is printed, by this rank or by another.
+        """End the run with an error of this rank; return once the line is printed, by this rank or another.
 
-        `shared`: the other ranks will find the same, and no rank is to be named.
+        `shared`: the other ranks will find the same error, so the line names no rank.
         """
         self.mine.set()
         if self.rank == 0:
             self._end(f"error: {text}" if shared or not self.peers else f"error on rank 0: {text}", status)
-        elif not (shared and self.known.wait(PATIENCE)):  # by then rank 0 has found the same
+        elif not (shared and self.known.wait(PATIENCE)):  # by then rank 0 has found the same error
             line = f"error on rank {self.rank}: {text}"
             self._say(error=line, status=status)
             if not self.known.wait(2 * PATIENCE):
                 self._end(line, status)
 
     def verdict(self, seconds: float) -> bool:
-        """Tell whether, within so long, another rank is to blame for what this one met; then it has been printed."""
+        """Tell whether, within `seconds`, another rank proves to be the cause of this one's error, and was reported."""
         self.mine.set()
         return self.known.wait(seconds)
 
     def _say(self, **message: Any) -> None:
         for peer in self.peers:
-            with suppress(OSError):  # gone, which reading notices, or stopped and its buffer full
+            with suppress(OSError):  # the peer is gone, which reading notices, or stopped with a full buffer
                 if peer.end:
                     peer.end.send_bytes(json.dumps(message).encode())
 
     def _end(self, line: str, status: int, hang: bool = False, *, heard: bool = False) -> None:
-        """The first fault: print it and tell the others, unless it was `heard` from them."""
+        """End the run with its first fault: print it and send it to the peers, unless it was `heard` from one."""
         with self.lock:
             if self.fault is not None:
                 return
@@ -155,7 +155,7 @@ class Watch:
         beaten = seen = 0.0
         while not self.closing.is_set() and self.fault is None:
             now = time.monotonic()
-            if now - seen > 5 * BEAT:  # all of us were stopped, not the others
+            if now - seen > 5 * BEAT:  # this rank itself was stopped: the others were not silent
                 for peer in self.peers:
                     peer.heard = peer.moved = now
             seen = now
@@ -163,7 +163,7 @@ class Watch:
                 beaten, beat = now, (self.progress.count, *self.progress.where())
                 self.me.note(*beat)
                 self._say(beat=beat)
-                seen = time.monotonic()  # to a rank that is stopped a message takes its time
+                seen = time.monotonic()  # sending to a stopped rank takes a while
             ends: dict[Any, Peer] = {peer.end: peer for peer in self.peers if peer.end and not peer.left}
             for end in wait(list(ends), min(BEAT, self.timeout) / 4):
                 self._take(ends[end], received(end))
@@ -198,11 +198,11 @@ class Watch:
             if now - peer.heard > self.timeout:
                 silent = f"{peer} has not answered for {now - peer.heard:.0f} s (train.timeout)"
                 self._lose(f"{silent}: it is stopped, or its host is gone. Last it was in {peer.place}")
-        if self.rank == 0 and here and self.me.count:  # the start takes as long as it takes
+        if self.rank == 0 and here and self.me.count:  # the start has no limit
             self._hang(now, [self.me, *here])
 
     def _miss(self, peer: Peer) -> None:
-        """End the run for a rank that is gone, by itself or as the run was told to stop."""
+        """End the run because a rank is gone, by itself or after a signal to stop."""
         last = f"Last it was in {peer.place}"
         if self.progress.stopped:
             told = f"the run was told to stop ({self.progress.stopped}), and {peer} ended before it had a checkpoint"
@@ -215,7 +215,7 @@ class Watch:
             self._lose(f"{peer} is gone: it was killed or it crashed. {last}")
 
     def _hang(self, now: float, everyone: list[Peer]) -> None:
-        """If no rank gets on: who keeps the others waiting?"""
+        """End the run if no rank goes on, and name the ranks that keep the others waiting."""
         quiet = now - max(peer.moved for peer in everyone)
         if quiet <= self.timeout:
             return
@@ -227,7 +227,7 @@ class Watch:
         self._lose(f"nothing has moved for {quiet:.0f} s (train.timeout): {named}{more}{rest}")
 
     def _lose(self, text: str) -> None:
-        """End the run for ranks that are gone or hang: all write what they were in."""
+        """End the run because ranks are gone or hang; each rank writes a flight record."""
         folder = self.progress.folder
         where = f". Of each rank: python -m zoo.training.flight {folder}" if folder and self.progress.count else ""
         self._end(f"error: {text}{where}", 1, bool(where))
@@ -240,16 +240,16 @@ def own_code(file: str) -> bool:
 
 
 def speak(line: str) -> None:
-    """To the user, if there is still somewhere to say it."""
+    """Print a line to stderr, if that is still open."""
     with suppress(OSError, ValueError):
-        print(printable(line) + "\n", end="", file=sys.stderr, flush=True)  # at once, for ranks may speak together
+        print(printable(line) + "\n", end="", file=sys.stderr, flush=True)  # in one write: ranks may print together
 
 
-# ------------------------------------------------------------------------------------------------------ how they meet
+# ---------------------------------------------------------------------------------------------------- connecting ranks
 
 
 def listen(world: int, seconds: float, announce: Callable[[int], None]) -> list[Peer]:
-    """Rank 0: open a port, `announce` it, and wait for all others."""
+    """On rank 0, open a port, `announce` it, and wait for all others."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.create_server(("", 0), family=family, backlog=world, dualstack_ipv6=family == socket.AF_INET6) as door:
         announce(door.getsockname()[1])
@@ -262,20 +262,20 @@ def listen(world: int, seconds: float, announce: Callable[[int], None]) -> list[
                 raise UserError(text, alone=True)
             end = connection(door.accept()[0])
             hello = received(end)
-            if hello.keys() >= {"rank", "name"}:  # else it is somebody else's
+            if hello.keys() >= {"rank", "name"}:  # else it is not a rank
                 found[hello["rank"]] = Peer(hello["rank"], end, hello["name"])
     return [found[rank] for rank in sorted(found)]
 
 
 def connect(rank: int, host: str, port: int) -> Peer:
-    """Another rank: connect to rank 0."""
+    """On any other rank, connect to rank 0."""
     end = connection(socket.create_connection((host, port), timeout=10))
     end.send_bytes(json.dumps({"rank": rank, "name": f"process {os.getpid()} on {socket.gethostname()}"}).encode())
     return Peer(0, end, f"on {host}")
 
 
 def connection(end: socket.socket) -> Connection:
-    """A socket that takes messages; one that is stuck is an OSError, and does not keep the watch."""
+    """A socket as a connection for messages; a message that is stuck raises OSError and does not block the watch."""
     end.setblocking(True)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STUCK, 0))
@@ -283,7 +283,7 @@ def connection(end: socket.socket) -> Connection:
 
 
 def received(end: Any) -> dict[str, Any]:
-    """The next message; {} where there is none any more, or what came is none."""
+    """The next message; {} if the connection has ended, or the data are not a message."""
     try:
         found = json.loads(end.recv_bytes(MOST))
     except (OSError, EOFError, ValueError):
@@ -292,7 +292,7 @@ def received(end: Any) -> dict[str, Any]:
 
 
 def wait_for_port(host: str, port: int, seconds: float) -> None:
-    """Until somebody listens there: torch's own waiting prints its stack."""
+    """Wait until a port is open: torch's own wait would print its stack."""
     deadline = time.monotonic() + seconds
     while True:
         try:

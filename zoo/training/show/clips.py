@@ -1,4 +1,4 @@
-"""Clips to be drawn, and the pixels of their latents, which all ranks decode together.
+"""Clips to draw, and the decoding of their latents into pixels, which all ranks share.
 
 Letters: n clips, c channels, t frames, h w height and width in latent cells, y x in pixels.
 """
@@ -19,13 +19,13 @@ from zoo.video.codec import TILE
 
 @dataclass
 class Clips:
-    """Clips to be drawn, all of one size, and what the model is told of each: tensors with n rows."""
+    """Clips to draw, all of one size, and the model's conditions for them: tensors with n rows."""
 
     size: tuple[int, int, int]  # t h w
     told: dict[str, Tensor]
-    none: dict[str, Tensor] | None  # the same of no class or the empty caption, if guidance is to lead away from it
+    none: dict[str, Tensor] | None  # the conditions of no class or the empty caption, if guidance leads away from them
     titles: list[str]  # the class or the caption
-    held: Tensor | None = None  # (c, first frames, h, w) that all of them begin with
+    held: Tensor | None = None  # latent (c, first frames, h, w) that all clips begin with
 
 
 class Pixels:
@@ -54,9 +54,9 @@ def decode(
 ) -> Tensor | None:
     """The pixels (n c t y x), uint8, of latents (n c t h w) that every rank has: on rank 0, and None elsewhere.
 
-    The ranks share the work: single frames if the codec takes them one by one, else whole clips, of which only pixels
-    travel, to rank 0 alone. Where a clip is larger than what a rank decodes at once, `tile` pixels a side, they decode
-    it together, in tiles as large as they can hold. tile=None: they decode whole clips together, without seams.
+    Each rank decodes some frames if the codec takes them one by one, else some clips; only pixels are sent, to rank 0.
+    If a side of the clips is above `tile` pixels, the most that one rank decodes at once, all ranks decode each clip
+    together, in tiles as large as they can hold. tile=None: they do so without tiles, so without seams.
     """
     n, _, t, h, w = latents.shape
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
@@ -84,7 +84,7 @@ def decode(
 def _to_first(
     parts: Sequence[Tensor], whole: Tensor | None, units: int, rank: int, size: int, group: dist.ProcessGroup | None
 ) -> Tensor | None:
-    """`whole` (units ...) on rank 0, filled with the parts of all ranks, each of which has its `share` of the units."""
+    """Send all ranks' parts, each a `share` of the units, to rank 0, which returns `whole` (units ...) with them."""
     if whole is None:
         if parts:
             dist.send(torch.stack(list(parts)), group=group, group_dst=0)

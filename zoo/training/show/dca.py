@@ -26,7 +26,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> list[Path]:
-    """The files written, three of each protein; a line of each is printed."""
+    """Write three files and print a line for each protein; return the files."""
     for name in ("gaps", "identity", "pseudocount"):
         if not 0 < getattr(options, name) <= 1:
             raise UserError(f"--{name} {getattr(options, name)}: must be above 0 and at most 1")
@@ -74,7 +74,7 @@ def judge(protein: Protein, options: Namespace) -> Coevolution:
 
 
 def write(directory: Path, protein: Protein, found: Coevolution) -> tuple[list[Path], dict[str, float]]:
-    """NAME.csv, NAME.npz and NAME.png; and the precision, where the structure is known."""
+    """Write NAME.csv, NAME.npz and NAME.png; return them, and the precision if the structure is known."""
     known = truth(protein)
     precision = contact_precision(found.score, *known)
     table, arrays, picture = (directory / f"{protein.name}.{suffix}" for suffix in ("csv", "npz", "png"))
@@ -86,7 +86,7 @@ def write(directory: Path, protein: Protein, found: Coevolution) -> tuple[list[P
             chain=np.array(protein.chains)[protein.asym_id], residue_index=protein.residue_index,
             residue_id=np.array(protein.residue_ids),
         )  # fmt: skip
-    strength = (found.score / found.score.max().clamp(min=1e-30)).clamp(min=0)  # of 0 to 1, to be drawn
+    strength = (found.score / found.score.max().clamp(min=1e-30)).clamp(min=0)  # 0 to 1, for the picture
     title = ", ".join(f"{k} {v:.2f}" for k, v in precision.items() if k.endswith("P@L/2"))
     save_contact_maps(picture, [ContactMap(f"{protein.name}, DCA: {title}".removesuffix(": "), strength, *known)])
     return [table, arrays, picture], precision

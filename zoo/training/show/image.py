@@ -1,4 +1,4 @@
-"""The pictures of an image model: images drawn value by value, the bits of histograms; and what infer.py draws."""
+"""The pictures of an image model: images drawn value by value, baselines by histograms; and what infer.py draws."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -40,13 +40,13 @@ class Show(task.Show):
         device: torch.device,
         on_step: Callable[..., None],
     ) -> Tensor:
-        """An image of each label, all at once. The noise of an image depends on `seed` and on its place alone."""
+        """An image of each label, all at once. The noise of an image depends only on `seed` and on its index."""
         noise = torch.empty(len(labels), *self.task.shape, self.task.levels_of_grey)
         for i, one in enumerate(noise):
             one.exponential_(generator=generator("gumbel", seed, i))
         given = {"label": torch.tensor(labels, device=device)} if self.task.conditional else {}
         ranks = self.task.mesh.size() if self.task.mesh else dist.get_world_size()
-        begin = getattr(model, "drawing", None) if ranks == 1 else None  # a row is not there to be divided among ranks
+        begin = getattr(model, "drawing", None) if ranks == 1 else None  # ranks cannot divide a single row
         drawing = begin() if begin else None
         return sample(model, temperature * -noise.log().to(device), on_step, drawing, **given).cpu()
 

@@ -28,7 +28,7 @@ class Show(video.Show):
 
     def __init__(self, task: Any):
         super().__init__(task)
-        self.codecs: dict[Path | None, Any] = {}  # read once, and planned once where ranks share their work
+        self.codecs: dict[Path | None, Any] = {}  # by path: read once, and planned once where ranks share the work
 
     def ready(self) -> None:
         if self.config.sample.every:
@@ -36,7 +36,7 @@ class Show(video.Show):
             on_first_rank(lambda: self.config.sample.metrics and self.features is None)
 
     def _try_decoder(self) -> None:
-        """Now rather than hours later."""
+        """Load and check the decoder, so that an error comes now rather than hours later."""
         advice = "sample.vae names its folder, and sample.every=0 samples nothing"
         try:
             self.check(self._autoencoder(None, advice), "vae")
@@ -52,7 +52,7 @@ class Show(video.Show):
         return self.codecs[path]
 
     def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Pairs:
-        """Between samples the autoencoder takes memory of the host alone."""
+        """Sample, then move the autoencoders to the host's memory."""
         try:
             return super().sample(model, device, on_step)
         finally:
@@ -67,7 +67,7 @@ class Show(video.Show):
             raise CodecError(f"{error}; {advice}") from None
 
     def check(self, encoder: Any, kind: str) -> None:
-        """A CodecError if this is another autoencoder ("vae") or text encoder ("text") than that of the latents."""
+        """Raise CodecError if this is another autoencoder ("vae") or text encoder ("text") than that of the latents."""
         name, path, known = (getattr(self.task.manifest, f"{kind}{what}") for what in ("", "_path", "_hash"))
         if encoder.fingerprint != known:
             raise CodecError(
@@ -76,7 +76,7 @@ class Show(video.Show):
             )
 
     def real(self, count: int) -> tuple[Clips, Tensor, float]:
-        held_out = next(clips for clips in self.task.validation.clips if clips)  # of the largest shape that has any
+        held_out = next(clips for clips in self.task.validation.clips if clips)  # of the largest shape with any
         places = order(0, 0, len(held_out)).tolist()
         entries = [held_out[places[i % len(places)]] for i in range(count)]
         x = torch.stack([self.task.validation.latent(entry) for entry in entries])
@@ -125,7 +125,7 @@ class Infer(video.Infer):
         return Clips(size, told, none, captions), fps
 
     def _embed(self, path: Path | None, captions: Sequence[str], device: torch.device) -> list[Tensor]:
-        """The embeddings [l, e] of captions, of the text encoder of the training data."""
+        """The embeddings [l, e] of captions, by the text encoder of the training data."""
         known = self.task.manifest
         assert known is not None
         try:

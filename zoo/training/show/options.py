@@ -1,4 +1,4 @@
-"""The checks of infer.py's options, whatever the task."""
+"""The checks of infer.py's options, for every task."""
 
 import math
 import os
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from zoo.training import UserError
 from zoo.training.tracking import size
 
-MOST = 1 << 20  # of anything that is counted, and of characters of a text
+MOST = 1 << 20  # the largest count, and the most characters of a text
 
 
 def checked(options: Namespace, trained: Sequence[int] = (1, 1, 1)) -> Namespace:
-    """The options themselves; a UserError names one that is endless, more than any machine makes, or not to be printed.
+    """Return the options; a UserError names one that is infinite or NaN, too large for any machine, or not printable.
 
-    `trained`: frames, height and width where none are asked for.
+    `trained`: frames, height and width by default.
     """
     for name, given in vars(options).items():
         flag = f"--{name.replace('_', '-')}"

@@ -34,28 +34,28 @@ from zoo.training.task import Floor
 from zoo.training.tasks.protein import Task
 from zoo.training.tracking import ascii_key
 
-ROWS = 512  # of an alignment, unless another number is asked for: as many as AlphaFold 2 attends to
-DRAWN_LEAN = 0.5  # couplings of real alignments stand out by more than those of drawn ones, which a model learned from
+ROWS = 512  # of an alignment, by default: as many as AlphaFold 2 attends to
+DRAWN_LEAN = 0.5  # for models trained on drawn alignments: couplings of real ones stand out more
 FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
 
 
 @dataclass
 class Predicted:
-    """A protein, and what a model makes of it."""
+    """A protein, and a model's prediction of it."""
 
     protein: Protein
     contact: Tensor  # [r, r] probability
     distance: Tensor  # [r, r] Å
-    accuracy: float | None = None  # of hidden letters, but for those of the first row: the sequence tells them
+    accuracy: float | None = None  # of hidden letters without the first row's, which are in the sequence
     distogram: Tensor | None = None  # [r, r, 64] float16, the probability of every bin
     atoms: Tensor | None = None  # [r, 5, 3] Å, of a model that predicts a structure
     plddt: Tensor | None = None  # [r] the lDDT to be expected, 0 to 100
 
     def measure(self) -> dict[str, float]:
-        """Nothing if the structure is not known.
+        """The measures of the prediction; those that need the true structure only where it is known.
 
-        The distances are those of the contact atoms. lDDT-Cβ compares them with what they are of, lDDT-Cα with those
-        of Cα atoms, as the field reports it: perfect by the first is 0.68 by the second. Of a structure both are of Cα.
+        Predicted distances are of contact atoms. lDDT-Cβ compares them with true distances of contact atoms, lDDT-Cα of
+        Cα atoms, as the field reports it: 1 by the first is 0.68 by the second. Those of a structure are of Cα atoms.
         """
         known = truth(self.protein)
         found: dict[str, float | None] = {**contact_precision(self.contact, *known)}
@@ -71,7 +71,7 @@ class Predicted:
         return {name: value for name, value in found.items() if value is not None}
 
     def contacts(self) -> int:
-        """How many pairs are in contact in truth, of those that are measured."""
+        """The number of measured pairs that are in contact in the true structure."""
         position, seen, *places = truth(self.protein)
         counted = torch.stack(list(range_of_pairs(*places).values())).any(0) & seen[:, None] & seen
         return int((counted & (distances(position, position) < CONTACT)).sum())
@@ -121,7 +121,7 @@ class Show(task.Show):
         return {f"val_{ascii_key(name)}": value for name, value in average(measured).items()}
 
     def headline(self, key: str) -> bool:
-        return not key.endswith(("_p_at_l", "_p_at_l2"))  # of precisions the L/5
+        return not key.endswith(("_p_at_l", "_p_at_l2"))  # of the precisions, only those at L/5
 
     def floors(self, objective: Any) -> list[Floor]:
         if not self.config.eval.floors:
@@ -262,7 +262,7 @@ class Infer(task.Infer):
     def predict(
         self, model: Callable[..., Any], protein: Protein, rows: int, options: Namespace, device: torch.device
     ) -> Predicted:
-        """Predict from so many rows; fewer are among the more, if only the number differs."""
+        """Predict from `rows` rows; a smaller number takes some of the rows of a larger one, all else equal."""
         protein = self.show.task.told(protein, (protein.name, protein.sequence, len(protein.msa)))
         sizes: dict[str, Any] = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
         sizes["templates"] = self.show.task.templates
@@ -280,7 +280,7 @@ def words(measured: Mapping[str, float]) -> str:
 
 
 def write(name: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
-    """NAME.csv, NAME.npz and NAME.png, of a structure NAME-predicted.cif, too; and what was measured."""
+    """Write NAME.csv, NAME.npz and NAME.png, and NAME-predicted.cif of a structure; return these and the measures."""
     protein, measured = predicted.protein, predicted.measure()
     name.parent.mkdir(parents=True, exist_ok=True)
     table, arrays, picture = (name.parent / f"{name.name}.{suffix}" for suffix in ("csv", "npz", "png"))
@@ -297,6 +297,6 @@ def write(name: Path, predicted: Predicted, least: float) -> tuple[list[Path], d
     save_contact_maps(picture, [predicted.map(measured)])
     if predicted.atoms is None or predicted.plddt is None:
         return [table, arrays, picture], measured
-    structure = name.parent / f"{name.name}-predicted.cif"  # NAME.cif may be what was given
+    structure = name.parent / f"{name.name}-predicted.cif"  # NAME.cif may be an input
     write_structure(structure, protein, predicted.atoms.numpy(), predicted.plddt.numpy())
     return [table, arrays, picture, structure], measured

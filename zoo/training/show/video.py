@@ -1,7 +1,7 @@
 """The pictures of a video model: clips drawn from noise, a linear denoiser as baseline; and what infer.py draws.
 
-A training run, every now and then, draws clips of the classes or captions of real ones, and shows each under the real
-one; infer.py draws what it is asked for. Letters: n clips, c channels, t frames, h w height and width in latent cells
+A training run, at intervals, draws clips with the classes or captions of real clips, and shows each under the real
+one; infer.py draws what its options say. Letters: n clips, c channels, t frames, h w height and width in latent cells
 (for pixels: pixels), b clips of a batch.
 """
 
@@ -31,15 +31,15 @@ from zoo.video.linear_denoiser import linear_denoiser_loss
 from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
 
 SAMPLES = hash_seed("samples")
-FLOOR_CLIPS, FLOOR_SIZE = 12_000, 4096  # to fit a linear denoiser on, and values of one
-PROBE_FRAMES = 3_000  # of training clips, one of each, that the probe of classes is fitted to
+FLOOR_CLIPS, FLOOR_SIZE = 12_000, 4096  # clips that a linear denoiser is fitted to; most values of a clip
+PROBE_FRAMES = 3_000  # one of each training clip; the probe of classes is fitted to them
 FPS = 8.0  # where the data does not say
 FORMATS = ("gif", "mp4")
 
 
 @dataclass
 class Pairs:
-    """Samples and the real clips beside them, (n c t y x) uint8, on rank 0; None elsewhere."""
+    """Samples and their real clips, (n c t y x) uint8, on rank 0; None elsewhere."""
 
     real: Tensor | None
     samples: Tensor | None
@@ -51,7 +51,7 @@ class Show(task.Show):
     """Clips that the model draws, each under the real one of its class or caption."""
 
     media = "gif"
-    probed = True  # what it shows are pixels, whose classes a probe can tell
+    probed = True  # samples are pixels, whose classes a probe can recognize
     task: Task
 
     def codec(self, path: Path | None, device: torch.device) -> Any:
@@ -60,7 +60,7 @@ class Show(task.Show):
 
     def ready(self) -> None:
         if self.config.sample.metrics and self.config.sample.every:
-            on_first_rank(lambda: self.features is None)  # now rather than hours later
+            on_first_rank(lambda: self.features is None)  # fail now rather than hours later
         flow, size = self.config.objective.name == "rectified_flow", prod(self.task.shape) * self.task.clip[0]
         if self.config.eval.linear_floor and not (flow and size <= FLOOR_SIZE):
             raise UserError(
@@ -68,10 +68,10 @@ class Show(task.Show):
             )
 
     def real(self, count: int) -> tuple[Clips, Tensor, float]:
-        """Validation clips of one size, always the same: what is told of them, they (n c t h w), frames a second."""
+        """Validation clips of one size, always the same: their conditions, the clips (n c t h w), frames a second."""
         places = order(0, 0, len(self.task.validation)).tolist()
         chosen = [(places[i % len(places)], i // len(places)) for i in range(count)]
-        if classes := self.task.num_classes:  # one of each in turn
+        if classes := self.task.num_classes:  # one clip of each class in turn
             of = {i: self.task.validation.clip(i, 0, range(0))["label"] for i in places}
             turns = {label: [i for i in places if of[i] == label] for label in range(classes)}
             rounds = [(i % classes, i // classes) for i in range(count)]
@@ -82,7 +82,7 @@ class Show(task.Show):
         return told, torch.stack([clip["x"] for clip in clips]), fps
 
     def clips(self, labels: Sequence[int], size: tuple[int, int, int], fps: float) -> Clips:
-        """Clips of these classes, which are not used where the model is told none."""
+        """Clips of these classes; the classes are not used if the model takes none."""
         told, none, classes = torch.tensor(labels), None, self.task.num_classes
         if classes is not None:
             none = self.task.told(torch.full_like(told, classes), size, fps)
@@ -95,7 +95,7 @@ class Show(task.Show):
         return getattr(self.config.data, "names", None) or [str(label) for label in range(self.task.num_classes or 0)]
 
     def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Pairs:
-        """Clips from fixed noise, of the classes or captions of real ones, and these."""
+        """Clips from fixed noise, with the classes or captions of real clips, and the real clips."""
         options = self.config.sample
         clips, x, fps = user_error(self.real, options.clips)
         made = self.draw(model, clips, SAMPLES, options.steps, options.guidance, device, on_step)
@@ -112,7 +112,7 @@ class Show(task.Show):
         return self.measure(samples.real, samples.samples, samples.titles) if self.config.sample.metrics else {}
 
     def measure(self, real: Tensor, made: Tensor, titles: Sequence[str]) -> dict[str, float]:
-        """How like real clips (n c t y x) uint8 the sampled ones are: see zoo/video/metrics.py."""
+        """The likeness of sampled clips to real ones, (n c t y x) uint8: see zoo/video/metrics.py."""
         of_real, of_made = statistics(real), statistics(made)
         found = {f"{of} {name}": value for of, x in (("real", of_real), ("sample", of_made))
                  for name, value in zip(STATISTICS, x.mean(0).tolist())}  # fmt: skip
@@ -148,10 +148,10 @@ class Show(task.Show):
         device: torch.device,
         on_step: Callable[..., None],
     ) -> Tensor:
-        """Latents (n c t h w) on the CPU, from noise that depends on `seed` and on a clip's place, a batch at a time.
+        """Latents (n c t h w) on the CPU, from noise that depends on `seed` and on a clip's index, a batch at a time.
 
-        Every rank has them whole. They are the same on any number of ranks but for rounding: a rank multiplies other
-        shares of the tokens by the same weights, and matrix products of another shape round otherwise.
+        Every rank has them in full. The number of ranks changes only rounding: a rank multiplies another share of the
+        tokens by the same weights, and matrix products of another shape round differently.
         """
         sampler = self.task.sampler(clips.size)
         frames, height, width = clips.size
@@ -286,7 +286,7 @@ class Infer(task.Infer):
 
 
 def size_asked(options: Namespace, trained: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Frames, height and width in pixels; those of training where nothing is said."""
+    """Frames, height and width in pixels; by default those of training."""
     frames, height, width = (getattr(options, n, size) for n, size in zip(("frames", "height", "width"), trained))
     return frames, height, width
 
@@ -305,7 +305,7 @@ def held_frames(options: Namespace, size: tuple[int, int, int], codec: Any) -> T
 
 
 def write(options: Namespace, formats: Sequence[str], pixels: Tensor, fps: float, titles: Sequence[str]) -> list[Path]:
-    """Movies of all clips: one GIF, where several have their titles under them, or an MP4 of each."""
+    """Write movies of all clips: one GIF, with titles under several clips, or an MP4 of each."""
     written, stem = [], f"seed-{options.seed}"
     if "gif" in formats:
         written.append(options.out / f"{stem}.gif")
@@ -318,7 +318,7 @@ def write(options: Namespace, formats: Sequence[str], pixels: Tensor, fps: float
 
 
 class Stopwatch:
-    """How long the parts of a job took, by name."""
+    """The time that the parts of a job took, by name."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The image task: whole numbers, their likelihood in bits, and samples drawn value by value.
+"""The image task: pixels as integers, their likelihood in bits, and samples drawn value by value.
 
 Every batch is a pure function of the step, and a rank takes only the rows it holds. Letters: b samples, c channels,
 h w rows and columns, k levels of a value.
@@ -100,7 +100,7 @@ class Task(task.Task):
         return inputs | ({"label": torch.tensor(labels)} if self.conditional else {})
 
     def judged(self) -> list[int]:
-        """The validation images."""
+        """The indices of the validation images."""
         return order(0, 0, len(self.validation))[: self.validation_samples].tolist()
 
     def describe(self) -> str:

@@ -1,6 +1,6 @@
-"""The video task on latents: clips of several shapes with their captions, encoded before.
+"""The video task on latents: clips of several shapes with their captions, encoded before training.
 
-Beside what tasks/video.py says: a step is of one bucket, clips of one shape, and captions come as embeddings.
+Unlike in tasks/video.py, a step is of one bucket, all its clips have one shape, and captions come as embeddings.
 Letters: b samples, c channels, t frames, h w height and width in latent cells.
 """
 
@@ -29,8 +29,8 @@ from zoo.training.tasks.video import Objective
 
 __all__ = ["DATA", "Eval", "Latents", "Objective", "Sample", "Task"]
 
-_TOKENS = 300  # of captions where no folder says so, for the dry run: those of Open-Sora 1.2
-_IMAGE_FPS = 120.0  # what stands for an image, in Open-Sora
+_TOKENS = 300  # of captions in a dry run without a folder: those of Open-Sora 1.2
+_IMAGE_FPS = 120.0  # the frame rate of an image, in Open-Sora
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Sample(video.Sample):
 
 
 class Task(video.Task):
-    """Diffusion on latents in buckets, the largest first: a rank reads its frames of each clip alone."""
+    """Diffusion on latents in buckets, the largest first: a rank reads only its frames of each clip."""
 
     def __init__(self, config: Any, *where: Any):
         super().__init__(config, *where)
@@ -87,7 +87,7 @@ class Task(video.Task):
 
     @cached_property
     def batches(self) -> list[int]:
-        """Samples a batch of each bucket."""
+        """The number of samples in a batch of each bucket."""
         return bucket_batches(self.config.train.batch, self.buckets, self.config.data.balance)
 
     @property
@@ -102,7 +102,7 @@ class Task(video.Task):
         return user_error(LatentFolder, self.config.data.path, self.wanted, prefix="data: ")
 
     def verified(self) -> LatentFolder:
-        """The folder, every byte of it compared with its checksums if the configuration says so."""
+        """The folder, compared with its checksums if the configuration says so."""
         folder = self.read()
         if self.config.data.verify:
             user_error(folder.latents.verify, prefix="data: ")
@@ -165,8 +165,8 @@ class Task(video.Task):
         return inputs | self._random(objective, step, ids, self.buckets[bucket].shape)
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
-        """A bucket at a time, for all groups at once. What the last batches of a bucket lack is made up by samples
-        that count 0: every group takes as many turns, which sharded weights need."""
+        """Yield a bucket at a time, for all groups at once. A group that has no sample left in a bucket's last batch
+        takes one that counts 0: every group has as many batches, which sharded weights need."""
         for bucket, chosen in enumerate(self._chosen()):
             size = self.batches[bucket]
             levels = objective.validation_levels(self.config.eval.levels, self.buckets[bucket].cells)
@@ -178,7 +178,7 @@ class Task(video.Task):
                 yield from self._judged(inputs, levels, ids, self.buckets[bucket].shape, len(mine))
 
     def _chosen(self) -> list[list[tuple[Entry, int]]]:
-        """The validation samples of each bucket as (clip, epoch), as often as it comes up among all held-out clips."""
+        """The validation samples of each bucket as (clip, epoch), taken from all held-out clips in shuffled order."""
         clips = [(bucket, entry) for bucket, entries in enumerate(self.validation.clips) for entry in entries]
         places = order(0, 0, len(clips)).tolist()
         chosen: list[list[tuple[Entry, int]]] = [[] for _ in self.buckets]
@@ -193,7 +193,7 @@ class Task(video.Task):
         return {"x": self.part("x", x, frames), **self.tell(folder, entries, drop)}
 
     def tell(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> dict[str, Tensor]:
-        """The conditions of these clips: their captions, the empty one where `drop`, and their sizes (b)."""
+        """The conditions of clips: their captions, the empty one where `drop` is True, and their sizes (b)."""
         told: dict[str, Tensor] = {}
         if "context" in self.takes:
             captions = [folder.caption(None if dropped else entry) for entry, dropped in zip(entries, drop)]
@@ -210,12 +210,12 @@ class Task(video.Task):
 
 
 def _sample_ids(entries: Sequence[Entry], epochs: Sequence[int]) -> list[int]:
-    """The seed of a sample's noise: its clip's name, so that it stays when other clips are added."""
+    """The seeds of samples' noise: from the names of clips, so that they stay when other clips are added."""
     return [hash_seed("clip", entry.name, epoch) for entry, epoch in zip(entries, epochs)]
 
 
 def sizes_told(frames: int, height: int, width: int, fps: float) -> dict[str, float]:
-    """The conditions of a clip beside its caption: frames and pixels, not latent cells."""
+    """The conditions of a clip but for its caption: frames and pixels, not latent cells."""
     rate = fps if frames > 1 else _IMAGE_FPS
     sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width, "fps": rate}
     return {name: float(size) for name, size in sizes.items()}

@@ -1,7 +1,7 @@
-"""The protein task: crops of proteins with their alignments, hidden letters and distances to be told.
+"""The protein task: crops of proteins with their alignments; the model predicts hidden letters and distances.
 
-Every batch is a pure function of the step. Of the alignment a rank makes the rows it holds, of the pairs its rows i.
-Letters: b samples, s rows of the alignment, t of the extra one, r residues, i j residues of a pair.
+Every batch is a pure function of the step. A rank makes its own rows of the alignment, and its own rows i of the pairs.
+Letters: b samples, s rows of the alignment, t rows of the extra one, r residues, i j residues of a pair.
 """
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 
@@ -145,8 +145,8 @@ class Task(task.Task):
         self.shape = {"residues": data.residues, "rows": data.rows, "extra": data.extra_rows}
         self.templates = getattr(data, "templates", 0)  # of each protein; drawn families have none
         self.shape["templates"] = self.templates
-        self.folds = False  # whether the model predicts a structure, once it is made
-        self.features = (2 * data.around + 1) ** 2 if data.couplings else 0  # couplings told of each pair
+        self.folds = False  # whether the model predicts a structure; known once it is made
+        self.features = (2 * data.around + 1) ** 2 if data.couplings else 0  # couplings given of each pair
 
     def open(self) -> None:
         data, seed = self.config.data, self.config.train.seed
@@ -222,10 +222,10 @@ class Task(task.Task):
         return self.config.objective.recycles - self.recycles(step)
 
     def recycles(self, step: int) -> int:
-        """How many recycled passes a training step has, the same for all groups so that none waits for another.
+        """The number of recycled passes of a training step, the same for all groups so that none waits for another.
 
-        Uniform from 0 to all of them (AF2 supplement, 1.10), a pure function of the step. Every pass sees the same
-        rows and hidden letters, where AlphaFold draws them anew.
+        Uniform from 0 to the largest number (AF2 supplement, 1.10), a pure function of the step. Every pass sees the
+        same rows and hidden letters; AlphaFold draws them again for each pass.
         """
         random = generator("recycles", self.config.train.seed, step)
         return int(torch.randint(self.config.objective.recycles + 1, (), generator=random))
@@ -237,7 +237,7 @@ class Task(task.Task):
             yield 0, len(examples), self._inputs(examples, self.config.objective.recycles)
 
     def validation_examples(self, count: int) -> list[Callable[[], Example]]:
-        """The first `count`, spread over the validation set; if it has too few proteins, several crops of each."""
+        """Validation examples, `count` of them, spread over the set; several crops of each protein if there are few."""
         n = len(self.validation)
 
         def example(i: int) -> Callable[[], Example]:
@@ -254,7 +254,7 @@ class Task(task.Task):
         )  # fmt: skip
 
     def told(self, protein: Protein, known_as: Hashable) -> Protein:
-        """The protein with what its couplings say of pairs, if the model is told that; found once for each name."""
+        """The protein with the couplings of its pairs, if the model takes them; computed once for each name."""
         if not self.config.data.couplings or protein.couplings is not None:
             return protein
         if known_as not in self._couplings:
@@ -278,7 +278,7 @@ class Task(task.Task):
                     found[name] /= sums[:, None, None]
             return {name: self.part(name, x, length) for name, x in found.items()}
 
-        # the weights of a sample sum to one: its losses count as those of another, however samples are grouped
+        # the weights of a sample sum to one: all samples count the same, however they are grouped into batches
         seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
         counted = {"msa_weight": torch.stack([e.chosen.sum() for e in examples]), "pair_weight": seen**2,
                    "contact_weight": seen**2}  # fmt: skip
@@ -303,7 +303,7 @@ class Task(task.Task):
 
 
 def structure_inputs(example: Example) -> dict[str, Tensor]:
-    """The frames of an example's residues, as the objective takes them; each counts as much as the others, or 1e-6."""
+    """The frames of residues, for the objective. Seen frames share a weight of 1; if none is seen, all have 1e-6."""
     atoms, seen = example.frames().values()
     rotation, translation = frames_of(*atoms.unbind(-2))
     weight = torch.where(seen.sum() > 0, seen / seen.sum().clamp(min=1), 1e-6)

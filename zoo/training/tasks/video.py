@@ -171,7 +171,7 @@ class Sample:
 
 
 class Lookups(TorchFunctionMode):
-    """The tables that a forward looks a label up in, by their rows."""
+    """Records the tables in which a forward looks labels up, by their number of rows."""
 
     def __init__(self, label: Tensor) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Task(task.Task):
         if any(p.device.type != "meta" for p in model.parameters()):
             return
         objective, sample = self.config.objective, self.config.sample
-        none = objective.label_dropout > 0 or sample.guidance != 1  # whether `num_classes`, no class, is a label
+        none = objective.label_dropout > 0 or sample.guidance != 1  # whether `num_classes`, for no class, is a label
         with torch.no_grad(), Lookups(inputs["label"]) as found, suppress(Exception):
             model(**inputs)  # a forward that fails without data is planned, and refused, by a real run
         if found.rows and min(found.rows) < self.num_classes + none:
@@ -287,7 +287,7 @@ class Task(task.Task):
             )
 
     def refuse_unused(self) -> None:
-        """Raises UserError for an option of the objective that the other one has."""
+        """Raise UserError for an option that only the other objective has."""
         options, known = self.config.objective, Objective()
         of = {
             "rectified_flow": ("levels", "loc", "scale", "shift", "shift_cells", "target"),
@@ -299,7 +299,7 @@ class Task(task.Task):
                 raise UserError(f"objective.{other[0]} is an option of objective.name={name}, not of {options.name}")
 
     def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
-        """The data that the model, which takes `inputs`, has to fit: channels, classes, caption channels (0: none)."""
+        """The channels, classes and caption channels (0: none) of the data, for a model that takes `inputs`."""
         data = self.config.data
         return data.channels, data.classes, data.caption_channels
 
@@ -329,7 +329,7 @@ class Task(task.Task):
         return self._example(b, self.clip) | self.told(torch.zeros(b, dtype=torch.long), self.clip)
 
     def _example(self, batch: int, clip: tuple[int, int, int]) -> dict[str, Tensor]:
-        """The objective's arguments for `batch` clips beside the conditions of its model."""
+        """The objective's arguments for `batch` clips, without the model's conditions."""
         shape = (batch, self.channels, *clip)
         inputs = {"x": torch.empty(shape), "noise": torch.empty(shape), "timestep": torch.empty(batch)}
         if self.config.objective.name == "iddpm":
@@ -348,12 +348,12 @@ class Task(task.Task):
         return self._inputs(clips, self._dropped(step, ids)) | self._random(objective, step, ids, self.clip)
 
     def _dropped(self, step: int, ids: Sequence[int]) -> Tensor:
-        """Which samples are trained without their class or caption [b]."""
+        """A mask [b] of the samples that are trained without their class or caption."""
         seed, share_dropped = self.config.train.seed, self.config.objective.label_dropout
         return seeded_uniform(seed, step, ids, name="label") < share_dropped
 
     def _random(self, objective: Any, step: int, ids: Sequence[int], clip: tuple[int, int, int]) -> Inputs:
-        """Random numbers of training samples of one shape: noise, its level, which frames have none."""
+        """The random inputs of training samples of one shape: noise, its level, and the mask of noised frames."""
         (frames, *size), options = clip, self.config.objective
         seed, here = self.config.train.seed, self.here(frames)
         inputs: Inputs = {
@@ -363,7 +363,7 @@ class Task(task.Task):
         if self.masked:
             mask = noised_frames(seed, step, ids, frames, first=options.first_frame, some=options.random_frames)
             inputs["x_mask"] = self.part("x_mask", mask[:, here.start : here.stop], frames)
-            inputs["weight"] = frames / mask.sum(1)  # a sample counts as much as any, however few frames are judged
+            inputs["weight"] = frames / mask.sum(1)  # all samples count the same, however few frames are judged
         return inputs
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
@@ -379,7 +379,7 @@ class Task(task.Task):
     def _judged(
         self, inputs: Inputs, levels: Tensor, ids: Sequence[int], clip: tuple[int, int, int], count: int | None = None
     ) -> Iterator[tuple[int, int, Inputs]]:
-        """The same samples at every level, each with noise of its own; `count` of them are new, or else all."""
+        """Yield the samples at every level, with other noise at each; `count` of them enter the mean (None: all)."""
         (frames, *size), here = clip, self.here(clip[0])
         for i in range(len(levels)):
             noise = seeded_noise(_VALIDATION, i, ids, here, (self.channels, size[0], size[1]))
