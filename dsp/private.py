@@ -235,7 +235,7 @@ def checkpoint_frame() -> Any:
     )
 
 
-# the code that runs the forward of a checkpoint: a function of its own since torch 2.15
+# the code that runs the forward of a checkpoint: a function of its own since torch 2.14
 _source = torch.utils.checkpoint
 CHECKPOINT = inspect.unwrap(getattr(_source, "_checkpoint_impl", _source.checkpoint)).__code__
 

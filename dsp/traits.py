@@ -38,7 +38,7 @@ HOMONYMS = {
     Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
     Tensor.requires_grad_: "requires_grad",
     set_backward_hooks: "register_hook",
-    getattr(torch.linalg, "polar", None): "polar_decomposition",  # since torch 2.15
+    getattr(torch.linalg, "polar", None): "polar_decomposition",  # of newer torch
     **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
 }
 

@@ -276,7 +276,7 @@ def blame(error: Exception) -> Verdict:
 def impatient(mesh: DeviceMesh) -> Iterator[None]:
     """A rank waits a while for the others, not for ever; and dsp has nothing to say but errors."""
     log, c10d = logging.getLogger("dsp"), torch.distributed.distributed_c10d
-    wait = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # before torch 2.15
+    wait = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # before torch 2.14
     level = log.level
     log.setLevel(logging.ERROR)
     wait(timedelta(seconds=PATIENCE), mesh.get_group())
