@@ -86,7 +86,7 @@ def draw(protein: Protein, scores: dict[str, Tensor], out: Path) -> None:
     half.quantize(256, Image.Quantize.MAXCOVERAGE).save(out)
 
 
-def chain(path(path: Path) -> dict[str, list[str]]:
+def chain(path: Path) -> dict[str, list[str]]:
     """Lines of a PDB file by residue, one letter and its number: {"M 12A": [...], ...}."""
     residues: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
