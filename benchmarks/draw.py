@@ -21,14 +21,15 @@ from benchmarks.methods import COLOURS, METHODS, Shape, layouts, two_layers
 
 INK = "#777b82"
 STYLE = {
-    "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "legend.fontsize": 10, "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5, "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "axes.edgecolor": INK,
-    "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "axes.grid.axis": "y", "grid.color": INK, "grid.alpha": 0.3, "axes.titlelocation": "left", "legend.frameon": False,
-    "axes.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": "dsp",
+    "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "legend.fontsize": 10, "xtick.labelsize": 10,
+    "ytick.labelsize": 10, "font.sans-serif": ["DejaVu Sans", "Verdana"], "text.color": INK, "axes.labelcolor": INK,
+    "axes.titlecolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.color": INK, "grid.alpha": 0.3,
+    "axes.titlelocation": "left", "legend.frameon": False, "axes.facecolor": "none", "svg.fonttype": "none",
+    "svg.hashsalt": "dsp",
 }  # fmt: skip
 MARKERS = dict(zip(METHODS, "osD^v"))
-WIDE = 8.6  # inches: 826 pixels, in which a letter of 10 points has 13
+WIDE = 8.6  # inches: 826 pixels, in which letters of 10 points have 13; in a column of 690, 11
 BANDS = {"t": "#3b82f6", "s": "#d97706", "heads": "#0f9d70", "whole": INK}  # of the dims of an activation
 RING = "↻"
 
@@ -244,7 +245,7 @@ def ribbon(_: Found) -> Any:
                 letter = RING if turns else {"heads": "h", "whole": "–"}.get(dim, dim)
                 ax.text(x + (i + 0.5) * wide, y, letter, color="white", ha="center", va="center", weight="bold")
             if row.bytes:
-                ax.text(x + 0.41, y + 0.42, mib(row.bytes), ha="center", va="center", fontsize=9)
+                ax.text(x + 0.41, y + 0.42, mib(row.bytes), ha="center", va="center")
             last = bands[-1]
     for x, row in enumerate(stages):
         over = [dim for dim in row.computes if dim in "ts"]
