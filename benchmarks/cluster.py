@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 import dsp
 from benchmarks.common import circumstances, options, rate_name, spread, write_down
-from benchmarks.hosts import Hosts, Ranks, serve, stoppable, why_not
+from benchmarks.hosts import Hosts, Ranks, script, stoppable, why_not
 from benchmarks.methods import METHODS, RECOMPUTE, Shape, Step
 
 MODES = ("train", "infer")
@@ -251,7 +251,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"build": build, "timed": timed, "link": link})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, build=build, timed=timed, link=link)

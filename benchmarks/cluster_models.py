@@ -33,7 +33,7 @@ import dsp
 from benchmarks import cluster
 from benchmarks.common import circumstances, options, rate_name, write_down
 from benchmarks.contenders import Circumstance, by_diffusers
-from benchmarks.hosts import Hosts, Ranks, serve, stoppable, why_not
+from benchmarks.hosts import Hosts, Ranks, script, stoppable, why_not
 from benchmarks.methods import all_ranks
 
 METHODS = ("dsp", "diffusers")
@@ -154,7 +154,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"build": build, "timed": cluster.timed})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, build=build, timed=cluster.timed)

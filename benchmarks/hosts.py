@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -383,6 +383,14 @@ def serve(orders: dict[str, Callable[..., Any]]) -> None:
         answers.write(json.dumps(orders[order.pop("do")](**order)) + "\n")
         answers.flush()
     dist.destroy_process_group()
+
+
+def script(main: Callable[[Sequence[str]], int | None], **orders: Callable[..., Any]) -> None:
+    """Run a script: its program or, where `Ranks` has started it, a rank that takes these orders."""
+    if sys.argv[1:] == ["serve"]:
+        serve(orders)
+    else:
+        sys.exit(main(sys.argv[1:]))
 
 
 def sent() -> int:

@@ -50,7 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dsp
 import train
 from benchmarks.common import ROOT, circumstances, line, options, table, write_down
-from benchmarks.hosts import GIVE_PAGES, Ranks, highest, serve, stoppable
+from benchmarks.hosts import GIVE_PAGES, Ranks, highest, script, stoppable
 from benchmarks.methods import METHODS, Shape, Step, all_ranks
 from zoo.data.protein.record import ATOMS, LETTERS, Protein
 from zoo.training import config as cfg
@@ -395,7 +395,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"peak": peak, "fold_step": fold_step})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, peak=peak, fold_step=fold_step)

@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Shard
 import dsp
 import zoo
 from benchmarks.common import on_ranks, options
-from benchmarks.hosts import Ranks, serve
+from benchmarks.hosts import Ranks, script
 from benchmarks.methods import all_ranks
 
 # ------------------------------------------------------------------------------------------------------------ a switch
@@ -246,13 +246,10 @@ def host(mesh: DeviceMesh, repeat: int) -> None:
         print("\n".join(f"{name:44}{seconds:12.2f}" for name, seconds in planning().items()), flush=True)
 
 
-def main() -> None:
-    o = options(__doc__, ranks=4, megabytes=32.0, repeat=0, batch=[1, 2], host=False)
+def main(arguments: Sequence[str]) -> None:
+    o = options(__doc__, arguments, ranks=4, megabytes=32.0, repeat=0, batch=[1, 2], host=False)
     on_ranks(2, host, o.repeat or 100) if o.host else switches(o)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"race": race})
-    else:
-        main()
+    script(main, race=race)

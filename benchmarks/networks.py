@@ -35,7 +35,7 @@ import torch.distributed as dist
 import dsp
 from benchmarks.cluster import take_turns
 from benchmarks.common import circumstances, line, options, table, write_down
-from benchmarks.hosts import Emulated, Network, Ranks, Wire, serve, stoppable, why_not
+from benchmarks.hosts import Emulated, Network, Ranks, Wire, script, stoppable, why_not
 from benchmarks.methods import Shape, Step, all_ranks
 from dsp.plan.make import shortest
 
@@ -210,7 +210,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"build": build, "timed": timed, "hardware": hardware})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, build=build, timed=timed, hardware=hardware)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import dsp
 import dsp.collectives  # its ops
 from benchmarks.common import circumstances, line, options, table, write_down
-from benchmarks.hosts import Hosts, Ranks, sent, serve, stoppable, why_not
+from benchmarks.hosts import Hosts, Ranks, script, sent, stoppable, why_not
 from benchmarks.methods import METHODS, RECOMPUTE, Shape, Step, formula
 
 DEPTHS = (1, 3)
@@ -136,7 +136,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"measure": measure, "collective": collective})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, measure=measure, collective=collective)
