@@ -1,4 +1,4 @@
-"""What a switch and the host cost, each alone.
+"""The cost of a switch, and of the host, each alone.
 
     python benchmarks/micro.py [--ranks 4] [--megabytes 32] [--repeat 11] [--batch 1 2]       # a switch
     python benchmarks/micro.py --host [--repeat 100]          # the host's time, on two ranks; seconds to plan

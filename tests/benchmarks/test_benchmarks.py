@@ -324,7 +324,7 @@ def test_a_plan_of_few_layers_tells_that_of_many(script) -> None:
 
 
 def test_every_result_says_where_it_is_from(script) -> None:
-    """What was measured has its command, which is still there, its commit and its machine."""
+    """Results have their command, whose script is still there, their commit and their machine."""
     for path in sorted((SCRIPTS / "results").glob("*.json")):
         found = script("common").read(path)
         assert (ROOT / found["command"].split()[1]).exists(), path
