@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 import zoo
 from benchmarks.common import line, on_ranks, options, table
-from dsp import wire as formats
+from dsp import formats
 from dsp.private import TorchDispatchMode
 from zoo.training import config as cfg
 from zoo.training.model import mean_losses
@@ -83,7 +84,7 @@ def errors(mesh: Any, say: Any) -> None:
             formats.BLOCK = block
             found = [
                 error(form, carried.forward),
-                error(formats.replace(form, stochastic=True), carried.backward),
+                error(replace(form, stochastic=True), carried.backward),
             ]
             sent = form.nbytes(1 << 20) / (2 << 20)
             say(line([name, block, f"{sent:.3f}", *(f"{one:.2%}" for one in found)]))
