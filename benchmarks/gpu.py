@@ -8,14 +8,13 @@
 
 Each part (benchmarks/gpu_parts/) has a process and a time limit of its own. What fails or hangs is in the report with
 its error, and the others go on; the report is written after each part. Packages that are missing are named first.
-Then `python benchmarks/methods/rival_tables.py --write` puts the main numbers into docs/benchmarks.md.
+Then `python benchmarks/tables.py --write` puts the main numbers into docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import signal
 import sys
 import tempfile
@@ -74,11 +73,10 @@ def look(dry: bool, peak: float) -> Any:
 
 
 def every_part() -> list[Any]:
-    from benchmarks.gpu_parts import alone, calibrate, correct, group, host, speed, trainer
+    from benchmarks.gpu_parts import right, speed, trainer
 
     # what everything else stands on first; times last, when nothing else runs
-    modules = correct, group, alone, trainer, speed, calibrate, host
-    return [part for module in modules for part in module.PARTS]
+    return [part for module in (right, trainer, speed) for part in module.PARTS]
 
 
 def show(part: dict[str, Any]) -> None:
@@ -98,8 +96,9 @@ def main(arguments: Sequence[str]) -> int:
     if lacking := absent(BASICS):
         print(f"nothing here runs without {', '.join(lacking)}: {installing(lacking)}")
         return 2
-    from benchmarks.common import DOCS, RESULTS, circumstances, options
-    from benchmarks.gpu_parts import page, runner, speed
+    from benchmarks import gpu_parts
+    from benchmarks.common import DOCS, RESULTS, circumstances, options, read, save
+    from benchmarks.gpu_parts import page, speed
 
     parts = every_part()
     names = [part.name for part in parts]
@@ -107,24 +106,24 @@ def main(arguments: Sequence[str]) -> int:
     if o.only != names and not o.out:
         raise SystemExit("--only needs --out: docs/gpu.md is of all parts")
     parts = [part for part in parts if part.name in o.only]
-    if needed := runner.missing(parts):
+    if needed := gpu_parts.missing(parts):
         without = sorted({name for names in needed.values() for name in names})
         print(f"{installing(list(needed))}  # left out without: {', '.join(without)}")
     if lacking := absent(tuple(MORE)):
         print(f"{installing(lacking)}  # for more kernels", flush=True)
 
     try:
-        with runner.FORK.Pool(1) as pool:
+        with gpu_parts.FORK.Pool(1) as pool:
             machine = pool.apply_async(look, (o.dry_run, o.peak)).get(60)
     except Exception as problem:
-        print(f"CUDA does not start within a minute: {runner.told(problem)}; --dry-run goes without it")
+        print(f"CUDA does not start within a minute: {gpu_parts.told(problem)}; --dry-run goes without it")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what was started
     json_path, page_path = RESULTS / "gpu.json", DOCS / "gpu.md"
     if o.out:
         o.out.mkdir(parents=True, exist_ok=True)
         json_path, page_path = o.out / "gpu.json", o.out / "gpu.md"
-    elif machine.dry and json_path.exists() and not json.loads(json_path.read_text())["dry"]:
+    elif machine.dry and json_path.exists() and not read(json_path)["dry"]:
         print(f"{json_path} is the report of a GPU: say with --out where that of a dry run goes")
         return 2
     print("no GPU: a dry run on the CPU" if machine.dry else f"{machine.name}, peak {machine.peak} TFLOP/s", flush=True)
@@ -138,15 +137,15 @@ def main(arguments: Sequence[str]) -> int:
     def keep(report: dict[str, Any]) -> None:
         found["parts"] = {part.name: report[part.name] for part in parts if part.name in report}
         found["took"] = time.monotonic() - began
-        runner.write(json_path, json.dumps(found, indent=1, default=str) + "\n")
-        runner.write(page_path, page.page(found))
+        save(json_path, found)
+        page_path.write_text(page.page(found))
         for name in report.keys() - shown:
             shown.add(name)
             show(report[name])
 
     with tempfile.TemporaryDirectory() as folder:
         deadline = began + machine.of(1, 4) * o.budget - RESERVE  # few cores take longer
-        report = runner.run(parts, machine, Path(folder), deadline, keep)
+        report = gpu_parts.run(parts, machine, Path(folder), deadline, keep)
     found["finished"] = True
     keep(report)
     print(f"{found['took']:.0f} s; wrote {json_path} and {page_path}")

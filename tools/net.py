@@ -39,10 +39,9 @@ def zoo_models() -> Iterator[tuple[str, Callable[[], Made]]]:
 
 
 def diffusers_models() -> Iterator[tuple[str, Callable[[], Made]]]:
-    from benchmarks.models import diffusers_models as cases
-    from benchmarks.models import other_fields
+    from tests.support import known_models as cases
 
-    for name, case in (cases.CASES | other_fields.CASES).items():
+    for name, case in (cases.CASES | cases.OTHER_FIELDS).items():
         yield f"diffusers/{name}", lambda case=case: (*cases.made(case), {"": case.line})  # type: ignore[misc]
 
 

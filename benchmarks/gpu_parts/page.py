@@ -60,9 +60,10 @@ def lines(found: Found) -> Iterator[str]:
         )
     else:
         yield f"On {found['device']}, {found['memory'] / 1e9:.0f} GB."
+    on = found["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     yield "\n" + wrapped(
-        f"`{found['command']}`, {found['date']}, {found['cores']} cores ({found['processor']}), {packages}"
+        f"`{found['command']}`, {on['date']}, {on['cores']} cores ({on['device']}), {packages}"
         + ("" if found["dry"] else f"; {found['took']:.0f} s")
         + ("." if found["finished"] else "; it has not finished.")
     )
@@ -124,7 +125,7 @@ def summary(found: Found) -> Iterator[str]:
     parts = found["parts"]
     right = f"{sum(part['status'] == 'ok' for part in parts.values())} of {len(parts)}"
     if found["dry"]:
-        yield f"Its dry run on a CPU, of {found['date']}, went through {right} parts."
+        yield f"Its dry run on a CPU, of {found['machine']['date']}, went through {right} parts."
         return
 
     def of(name: str, key: str) -> dict[str, Found]:
@@ -149,7 +150,7 @@ def summary(found: Found) -> Iterator[str]:
     for row in of("calibration", "GB/s").values():
         errors = f"errors of {row['error, median']:.0%}, at most {row['error, worst']:.0%}"
         rows.append(("the cost model's rates", f"{row['TFLOP/s'] or 0:.0f} TFLOP/s, {row['GB/s']:,.0f} GB/s; {errors}"))
-    yield f"On {found['device']}, {found['date']}, torch {found['torch']}; [all of it](gpu.md).\n"
+    yield f"On {found['device']}, {found['machine']['date']}, torch {found['machine']['torch']}; [all of it](gpu.md).\n"
     yield from table(["", ""], rows)
 
 

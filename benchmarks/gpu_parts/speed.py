@@ -1,26 +1,31 @@
-"""How fast is it? A training step of the paper's 720M model on one GPU, and what a switch costs beside its wire."""
+"""How fast is it? A step of the paper's 720M model, the copies of a switch, the host's time, the cost model's rates."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dsp
+import dsp.embedded
 import zoo
 import zoo.attention
-from benchmarks.gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error
-from benchmarks.gpu_parts.runner import told
-from benchmarks.methods.rivals import Shape
+from benchmarks.gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error, pretended, told
+from benchmarks.methods import Shape
 from dsp.exchange import SwitchPlan
 from dsp.planner import chunk_sizes
+from dsp.tensors import tensors_in
 from zoo.training.model import repeated_stages
 
 KINDS = {
@@ -249,8 +254,206 @@ def graphs(machine: Machine, _: Any) -> Cases:
     return {f"{b} x {t} frames of {s} x {s} patches": partial(graphed, machine, b, t, s) for b, t, s in shapes}
 
 
+# ------------------------------------------------------------------------------------------ the rates of the cost model
+
+
+# Those of `dsp.Plan.takes`: counted FLOPs over one, bytes touched over the other, operation by operation as they run
+# uncompiled. Both rates are fitted by least squares of relative errors to steps and forwards of several shapes; each
+# point is then predicted by a fit without it. Beside them stand the shares of the data sheet that
+# `dsp.hardware.accelerator` takes where it is told none.
+ASSUMED = 0.5, 0.8  # of accelerator(): the share of products, and of memory
+FULL_SHAPES = [
+    Shape(hidden, hidden // 72, 2, 1, frames, side)
+    for hidden in (1152, 2304) for frames, side in ((4, 64), (16, 64), (64, 16), (64, 32))
+]  # fmt: skip
+TINY_SHAPES = [Shape(48, 4, 1, 1, frames, 4) for frames in (4, 8)]
+
+
+def counted(shape: Shape, train: bool, again: bool = False) -> tuple[int, int]:
+    """FLOPs, and bytes touched, of a step or a forward."""
+    model, inputs = model_of(shape, "meta")
+    with nullcontext() if train else torch.no_grad():
+        plan = dsp.embedded.plan(model, kwargs=inputs, size=1, method="dsp", recompute=again, gather_output=False)
+    return plan.flops, plan.touched
+
+
+def point(machine: Machine, shape: Shape, train: bool) -> Row:
+    model, inputs = model_of(shape, machine.device)
+
+    def run() -> None:
+        with nullcontext() if train else torch.no_grad():
+            y = model(**inputs)
+            if train:
+                y.float().square().mean().backward()
+
+    flops, touched = counted(shape, train)
+    return {"flops": flops, "touched": touched, "measured, s": machine.seconds(run, machine.of(5, 1), machine.of(3, 1))}
+
+
+def fit(rows: Sequence[Row]) -> tuple[float, float]:
+    """Seconds a FLOP and seconds a byte, of least squares of relative errors, neither negative."""
+    columns = np.array([[row["flops"], row["touched"]] for row in rows]) / np.array(
+        [[row["measured, s"]] for row in rows]
+    )
+    scale = np.linalg.norm(columns, axis=0)
+    found, *_ = np.linalg.lstsq(columns / scale, np.ones(len(rows)), rcond=None)
+    for i in (0, 1):
+        if found[i] < 0:  # then the other one alone
+            found = np.zeros(2)
+            column = columns[:, 1 - i] / scale[1 - i]
+            found[1 - i] = column.sum() / (column @ column)
+    compute, memory = found / scale
+    return float(compute), float(memory)
+
+
+def seconds(of: tuple[float, float], flops: float, touched: float) -> float:
+    return of[0] * flops + of[1] * touched
+
+
+def fitted(machine: Machine, rows: dict[str, Row], earlier: dict[str, Any]) -> Row:
+    """The rates of all points; how far each is off without itself; the compiled 720M step beside what they say."""
+    points = list(rows.values())
+    if len(points) < 3:
+        return {"ok": False, "error": f"{len(points)} points are too few for two rates"}
+    both = fit(points)
+    errors = []
+    for one in points:
+        others = fit([row for row in points if row is not one])
+        errors.append(abs(seconds(others, one["flops"], one["touched"]) / one["measured, s"] - 1))
+    flops, stream = (1 / rate if rate else None for rate in both)
+    row: Row = {
+        "TFLOP/s": flops and 1e-12 * flops, "GB/s": stream and 1e-9 * stream,
+        "error, median": statistics.median(errors), "error, worst": max(errors),
+        "aim": "errors of 15%", "met": None if machine.dry else max(errors) <= 0.15,
+    }  # fmt: skip
+    if machine.peak and machine.stream:
+        row["products"] = flops and flops / (machine.peak * 1e12)
+        row["stream"] = stream and stream / (machine.stream * 1e9)
+        assumed = 1 / (ASSUMED[0] * machine.peak * 1e12), 1 / (ASSUMED[1] * machine.stream * 1e9)
+        off = [abs(seconds(assumed, one["flops"], one["touched"]) / one["measured, s"] - 1) for one in points]
+        row |= {"error as assumed, median": statistics.median(off), "error as assumed, worst": max(off)}
+    first = next(iter(earlier.get("step", {}).get("cases", {}).values()), None)  # in which stages are recomputed
+    if first and "step, s" in first:
+        predicted = seconds(both, *counted(machine.of(FULL, TINY), True, again=True))
+        row["the compiled step / its prediction"] = first["step, s"] / predicted
+    return row
+
+
+def rates(machine: Machine, earlier: dict[str, Any]) -> Cases:
+    rows: dict[str, Row] = {}
+
+    def kept(name: str, shape: Shape, train: bool) -> Row:
+        rows[name] = point(machine, shape, train)
+        return rows[name]
+
+    found: Cases = {}
+    for one in machine.of(FULL_SHAPES, TINY_SHAPES):
+        for train in (False, True):
+            name = f"hidden {one.hidden}, {one.frames} x {one.places}, {'a step' if train else 'a forward'}"
+            found[name] = partial(kept, name, one, train)
+    return found | {"rates": partial(fitted, machine, rows, earlier)}
+
+
+# ------------------------------------------------------------------------------------------------------ the host's time
+
+
+# What it takes to launch a forward or a step, against what the device takes to run it: models of diffusers, unmodified,
+# as one GPU runs them and as rank 0 of eight does. The others are pretended: what they would send holds no numbers and
+# takes no time, so that what is left is the host's work and the kernels of one rank.
+RANKS = 8
+LATTE = {  # its stages
+    "": "hidden_states=b c t h w -> b c t h w",
+    "pos_embed": "(b t) [c h w] -> (b t) [s d]",
+    "transformer_blocks.*": "(b t) [s d], encoder_hidden_states=(b t) [l d], timestep=(b t) [e]",
+    "temporal_transformer_blocks.*": "(b s) [t d], timestep=(b s) [e]",
+}
+Built = tuple[nn.Module, dict[str, Tensor], dict[str, str] | None]  # with its stages, where it has none of its own
+
+
+def zoo_latte(machine: Machine) -> Built:
+    size = machine.of("XL/2", "test")
+    model: Any = zoo.create("latte", size)
+    return model, model.example_inputs(1, frames=16, height=machine.of(64, 8), width=machine.of(64, 8)), None
+
+
+def latte(machine: Machine) -> Built:
+    """Its published size: 16 frames of 512 x 512 pixels."""
+    from diffusers import LatteTransformer3DModel
+
+    heads, layers, side, text = machine.of((16, 28, 64, 4096), (2, 1, 8, 16))
+    model = LatteTransformer3DModel(
+        num_attention_heads=heads, attention_head_dim=machine.of(72, 8), in_channels=4, out_channels=8,
+        num_layers=layers, cross_attention_dim=heads * machine.of(72, 8), attention_bias=True, sample_size=side,
+        patch_size=2, caption_channels=text, activation_fn="gelu-approximate", norm_type="ada_norm_single",
+        norm_elementwise_affine=False, norm_eps=1e-6, video_length=16,
+    )  # fmt: skip
+    inputs = {"hidden_states": torch.randn(1, 4, 16, side, side), "timestep": torch.tensor([500])}
+    return model, inputs | {"encoder_hidden_states": torch.randn(1, 120, text)}, LATTE
+
+
+def wan(machine: Machine) -> Built:
+    """Wan 2.1 of 1.3B: 81 frames of 480 x 832 pixels. Attention is over all of them, so that no stage is named."""
+    from diffusers import WanTransformer3DModel
+
+    heads, width, hidden, layers, text = machine.of((12, 128, 8960, 30, 4096), (2, 12, 32, 1, 16))
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=heads, attention_head_dim=width, in_channels=16, out_channels=16,
+        text_dim=text, freq_dim=256, ffn_dim=hidden, num_layers=layers,
+    )  # fmt: skip
+    x = torch.randn(1, 16, machine.of(21, 8), *machine.of((60, 104), (8, 8)))
+    inputs = {"hidden_states": x, "timestep": torch.tensor([500]), "encoder_hidden_states": torch.randn(1, 512, text)}
+    return model, inputs, {"": "hidden_states=b c t h w -> b c t h w"}
+
+
+def timed(machine: Machine, make: Callable[[Machine], Built], ranks: int, backward: bool) -> Row:
+    torch.manual_seed(0)
+    with torch.device(machine.device):
+        model, inputs, stages = make(machine)
+    model = model.bfloat16().requires_grad_(backward)
+    inputs = {k: x.bfloat16() if x.is_floating_point() else x for k, x in inputs.items()}
+    with pretended(machine, ranks) if ranks > 1 else nullcontext() as mesh:
+        if mesh is not None:
+            dsp.parallelize(model, mesh, stages, gather_output=False)
+
+        def run() -> None:
+            (y, *_) = tensors_in(model(**inputs))
+            if backward:
+                dsp.mean(y.square()).backward()
+
+        times: list[tuple[float, float]] = []
+        for _ in range(machine.of(8, 3)):
+            machine.wait()
+            began = time.perf_counter()
+            run()
+            launched = time.perf_counter() - began
+            machine.wait()
+            times.append((launched, time.perf_counter() - began))
+        seen = profiled(machine, run)
+        memory = machine.peak_memory(run)
+    # the first makes the plan, the second may compile; where the device's queue is full it keeps the host waiting
+    host, wall = min(t for t, _ in times[2:]), statistics.median(t for _, t in times[2:])
+    row = {"host, ms": 1e3 * host, "both, ms": 1e3 * wall, "memory": memory, **seen}
+    return row | ({"host / kernels": 1e3 * host / seen["kernels, ms"]} if "busy" in seen else {})
+
+
+def hosts(built: Mapping[str, Callable[[Machine], Built]], machine: Machine, _: Any) -> Cases:
+    found: Cases = {}
+    for name, make in built.items():
+        for ranks in (1, RANKS):
+            where = "one GPU" if ranks == 1 else f"a rank of {ranks}"
+            found[f"{name}, forward, {where}"] = partial(timed, machine, make, ranks, False)
+            if make is not wan:  # its step takes no new host code, and long
+                found[f"{name}, step, {where}"] = partial(timed, machine, make, ranks, True)
+    return found
+
+
+ZOO = {"zoo's Latte XL/2": zoo_latte}
+DIFFUSERS = {"diffusers' Latte": latte, "diffusers' Wan 1.3B": wan}
 PARTS = [
     Part("kernels", "The copies of a switch, and attention", kernels, 45, alone=True),
     Part("step", "A training step of the 720M model", steps, 180, alone=True),
     Part("graph", "CUDA graphs of a local forward", graphs, 35, alone=True),
+    Part("calibration", "The cost model's rates", rates, 45, alone=True),
+    Part("host", "The host's time beside the kernels'", partial(hosts, ZOO), 30, alone=True),
+    Part("diffusers", "The same of diffusers' models", partial(hosts, DIFFUSERS), 55, ("diffusers",), alone=True),
 ]

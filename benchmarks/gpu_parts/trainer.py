@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import ROOT
-from benchmarks.gpu_parts import Cases, Machine, Part, Row, error
-from benchmarks.gpu_parts.runner import PYTHONPATH
+from benchmarks.gpu_parts import PYTHONPATH, Cases, Machine, Part, Row, error
 from zoo.training.optim import optimizers, skipping
 from zoo.training.records import read_metrics
 from zoo.training.sections import Optim

@@ -16,7 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_parts import Machine, Part, runner  # noqa: E402
+from benchmarks import gpu_parts  # noqa: E402
+from benchmarks.gpu_parts import Machine, Part  # noqa: E402
 
 RIGHT = {"one": lambda: {"ok": True, "error of it": 1e-9}}
 
@@ -54,7 +55,7 @@ def failing(folder: Path) -> Any:
         part("last", RIGHT, alone=True),
     ]
     machine = Machine("cuda", "a GPU")
-    found = runner.run(parts, machine, folder, time.monotonic() + 140, lambda report: kept.append([*report]))
+    found = gpu_parts.run(parts, machine, folder, time.monotonic() + 140, lambda report: kept.append([*report]))
     return found, kept
 
 
@@ -62,9 +63,9 @@ def alone(folder: Path) -> Any:
     """The batches, the report, and the report where no time is left."""
     machine, first = Machine("cpu", "no GPU"), part("first", RIGHT)
     told = Part("told", "", lambda m, earlier: {"seen": lambda: {"ok": "first" in earlier}}, 120, alone=True)
-    batches = [[p.name for p in batch] for batch in runner.batches([told, first])]
-    found = runner.run([told, first], machine, folder, time.monotonic() + 140, lambda report: None)
-    return batches, found, runner.run([told], machine, folder, time.monotonic(), lambda report: None)
+    batches = [[p.name for p in batch] for batch in gpu_parts.batches([told, first])]
+    found = gpu_parts.run([told, first], machine, folder, time.monotonic() + 140, lambda report: None)
+    return batches, found, gpu_parts.run([told], machine, folder, time.monotonic(), lambda report: None)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ SCRIPTS = ROOT / "benchmarks"
 
 @pytest.fixture
 def root_only(script) -> None:
-    if reason := script("methods.hosts").why_not():
+    if reason := script("hosts").why_not():
         pytest.skip(reason)
 
 
@@ -40,6 +41,12 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def drawn(picture: Path) -> None:
+    """A picture stands there, where matplotlib does."""
+    if find_spec("matplotlib"):
+        ElementTree.parse(picture)
+
+
 def test_every_script_finds_what_it_imports(script) -> None:
     for path in sorted(SCRIPTS.rglob("*.py")):
         if path.name != "__init__.py":
@@ -51,7 +58,7 @@ def test_every_script_finds_what_it_imports(script) -> None:
 
 @pytest.mark.parametrize("n", [slow(2), 4, slow(8)])
 def test_formulas_are_what_the_plans_send(script, n: int) -> None:
-    rivals = script("methods.rivals")
+    rivals = script("methods")
     for method in rivals.METHODS:
         plans = []
         for depth in (1, 2):
@@ -65,7 +72,7 @@ def test_formulas_are_what_the_plans_send(script, n: int) -> None:
 
 
 def test_the_largest_that_fits(script) -> None:
-    most = script("memory.by_method").most
+    most = script("memory").most
     for limit in (0, 1, 2, 5, 16):
         assert most(lambda k, limit=limit: k <= limit, 1024) == limit
     for limit in (100, 777):  # to a sixteenth, from below
@@ -80,15 +87,15 @@ def test_the_largest_that_fits(script) -> None:
 def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
     """Over the loopback, which others use too: at least those bytes, and not twice as many."""
     out = str(tmp_path / "wire")
-    said = script("methods.wire").main(
+    said = script("wire").main(
         ["--loopback", "--ranks", "2", "--frames", "8", "--side", "8", "--methods", "dsp", "ulysses", "--out", out]
     )
     assert said == 0
-    found = json.loads((tmp_path / "wire.json").read_text())
+    found = script("common").read(tmp_path / "wire.json")
     assert len(found["rows"]) == 2
-    m = script("methods.rivals").Shape(**found["shape"]).activation
+    m = script("methods").Shape(**found["shape"]).activation
     for row in found["rows"]:
-        units = script("methods.rivals").formula(row["method"], 2)
+        units = script("methods").formula(row["method"], 2)
         assert row["count_comm"]["again"] == pytest.approx(sum(units.values()) * m)
         if "saved" in row["count_comm"]:
             assert row["count_comm"]["saved"] == pytest.approx((units["forward"] + units["backward"]) * m)
@@ -96,24 +103,24 @@ def test_wire_counts_what_the_formula_says(script, tmp_path: Path) -> None:
             assert 0.97 < row["bytes"][phase] / (units[phase] * m) < 2
     for row in found["collectives"]:
         assert 0.97 < row["measured"] / row["formula"] < 2
-    ElementTree.parse(tmp_path / "wire.svg")
+    drawn(tmp_path / "wire.svg")
 
 
 @pytest.mark.measurement
 def test_memory(script, tmp_path: Path) -> None:
     options = ["--frames", "16", "--side", "8", "--depth", "1", "--budget", "4", "--limit", "4"]
     options += ["--ranks", "1", "2", "--methods", "dsp", "--out", str(tmp_path / "m")]
-    assert script("memory.by_method").main(options) == 0
-    found = json.loads((tmp_path / "m.json").read_text())
+    assert script("memory").main(options) == 0
+    found = script("common").read(tmp_path / "m.json")
     one, two = found["rows"]
     assert 0 < two["peak"] < one["peak"]
     assert 0 < one["longest"] <= two["longest"] <= 4
-    ElementTree.parse(tmp_path / "m.svg")
+    drawn(tmp_path / "m.svg")
 
 
 def test_cluster_needs_root(script, monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert script("methods.cluster").main(["--out", str(tmp_path / "c")]) == 0
+    assert script("cluster").main(["--out", str(tmp_path / "c")]) == 0
     assert "skipped: hosts cannot be emulated here: network namespaces need root" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -124,8 +131,8 @@ def test_cluster(script, tmp_path: Path) -> None:
     before = namespaces()
     shape = ["--hidden", "32", "--depth", "1", "--frames", "4", "--side", "4"]
     options = ["--ranks", "2", "--rates", "100", "0", "--rounds", "1", "--probe", "100000"]
-    script("methods.cluster").main([*shape, *options, "--methods", "dsp", "megatron_sp", "--out", str(tmp_path / "c")])
-    found = json.loads((tmp_path / "c.json").read_text())
+    script("cluster").main([*shape, *options, "--methods", "dsp", "megatron_sp", "--out", str(tmp_path / "c")])
+    found = script("common").read(tmp_path / "c.json")
     slow, free = found["sweep"]["rates"]
     for one in (slow, free):
         for rows in one["modes"].values():
@@ -135,14 +142,14 @@ def test_cluster(script, tmp_path: Path) -> None:
     assert {(row["kind"], row["mode"]) for row in found["scaling"]} == {
         (kind, mode) for kind in ("weak", "strong") for mode in ("train", "infer")
     }
-    ElementTree.parse(tmp_path / "c.svg")
+    drawn(tmp_path / "c.svg")
     assert namespaces() <= before
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("root_only")
 def test_hosts_leave_nothing_behind(script) -> None:
-    hosts = script("methods.hosts")
+    hosts = script("hosts")
     with pytest.raises(ZeroDivisionError), hosts.Hosts(2) as made:
         made.rate(10)
         made.rate(None)
@@ -150,7 +157,7 @@ def test_hosts_leave_nothing_behind(script) -> None:
         raise ZeroDivisionError
     assert not {made.switch, *made.names} & namespaces()
     code = (
-        "import time\nfrom benchmarks.methods import hosts\n"
+        "import time\nfrom benchmarks import hosts\n"
         "with hosts.stoppable(), hosts.Hosts(1) as h: print(h.switch, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -168,10 +175,10 @@ def test_hosts_leave_nothing_behind(script) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> None:
-    hosts = script("methods.hosts")
+    hosts = script("hosts")
     began = time.monotonic()
     with pytest.raises(SystemExit, match="rank 0 of 1 failed at measure"):
-        with hosts.Ranks(str(SCRIPTS / "methods/wire.py"), 1) as ranks:
+        with hosts.Ranks(str(SCRIPTS / "wire.py"), 1) as ranks:
             ranks.ask("measure", method="no such", shape={}, recompute="no", times=1)
     assert "method='no such'" in capfd.readouterr().err
     assert time.monotonic() - began < 120
@@ -181,8 +188,8 @@ def test_a_rank_that_fails_ends_the_program(script, tmp_path: Path, capfd) -> No
 
 
 def steps_of(script, values: dict[str, float]) -> Any:
-    """The file that benchmarks/methods/cluster.py would write where the cost model is true, with these parameters."""
-    cost, rivals = script("methods.cost_model"), script("methods.rivals")
+    """The file that benchmarks/cluster.py would write where the cost model is true, with these parameters."""
+    cost, rivals = script("cost_model"), script("methods")
     shape = rivals.Shape(hidden=32, heads=4, depth=1, frames=8, side=4)
     row = {"seconds": {"median": 1.0, "least": 1.0, "most": 1.0}}
     rates = [
@@ -195,7 +202,8 @@ def steps_of(script, values: dict[str, float]) -> Any:
         for kind in ("weak", "strong") for mode in ("train", "infer") for n in (1, 2) for m in rivals.METHODS
         if n > 1 or m == "dsp"
     ]  # fmt: skip
-    found = {"command": "c", "date": "d", "processor": "p", "cores": 2, "shape": vars(shape), "scaling_rate": 100}
+    machine = {"date": "d", "device": "p", "cores": 2, "torch": "t"}
+    found = {"command": "c", "commit": "x", "machine": machine, "shape": vars(shape), "scaling_rate": 100}
     found |= {"sweep": {"ranks": 4, "recompute": "no", "rates": rates}, "scaling": scaling}
     measured = cost.Measured.read(found)
     rows = [row for one in rates for rows in one["modes"].values() for row in rows.values()] + scaling
@@ -206,25 +214,25 @@ def steps_of(script, values: dict[str, float]) -> Any:
 
 
 def test_a_frame_waits_for_those_before_it_and_is_dropped_where_too_many_wait(script) -> None:
-    links = script("methods.links")
-    port = links.Port(8.0)  # a byte takes a microsecond
+    hosts = script("hosts")
+    port = hosts.Port(8.0)  # a byte takes a microsecond
     assert [port.leaves(0.0, 1000), port.leaves(0.0, 1000)] == pytest.approx([0.001, 0.002])
     assert port.leaves(1.0, 1000) == pytest.approx(1.001)
     left = [port.leaves(2.0, 10_000) for _ in range(20)]
-    assert sum(map(math.isinf, left)) == 20 - links.HELD / 0.01 - 1
-    assert links.Port(0.0).leaves(3.0, 10**9) == 3.0
+    assert sum(map(math.isinf, left)) == 20 - hosts.HELD / 0.01 - 1
+    assert hosts.Port(0.0).leaves(3.0, 10**9) == 3.0
 
 
 def test_networks_are_the_same_for_the_same_seed(script) -> None:
-    drawn = script("methods.networks").drawn
+    drawn = script("networks").drawn
     assert drawn(20, 4, seed=0) == drawn(20, 4, seed=0) != drawn(20, 4, seed=1)
     assert {n.node for n in drawn(20, 4, seed=0)} == {1, 2, 4}
 
 
 def test_the_choice_on_the_networks_that_were_measured(script) -> None:
     """The choice by what was recorded is as recorded, seldom far from the best one, and not slower than plain DSP."""
-    networks = script("methods.networks")
-    found = json.loads((ROOT / "benchmarks/results/networks.json").read_text())
+    networks = script("networks")
+    found = script("common").read(ROOT / "benchmarks/results/networks.json")
     again = [networks.judged(found, each) for each in found["networks"]]
     assert [each["chosen"] for each in again] == [each["chosen"] for each in found["networks"]]
     verdict = networks.verdict(again)
@@ -236,7 +244,7 @@ def test_the_choice_on_the_networks_that_were_measured(script) -> None:
 
 
 def test_a_choice_is_compared_with_the_best_one_of_the_same_rounds(script) -> None:
-    networks = script("methods.networks")
+    networks = script("networks")
     rounds = {"dsp": [[1.0, 0.1], [3.0, 0.3], [1.0, 0.0]], "ulysses": [[2.0, 0.2], [6.0, 0.6], [2.0, 0.0]]}
     assert networks.relative(rounds) == pytest.approx({"dsp": 1, "ulysses": 2})  # a round that was slow for both
     row = {"waits": 0.0, "seconds": 1.0}
@@ -254,12 +262,12 @@ def test_a_choice_is_compared_with_the_best_one_of_the_same_rounds(script) -> No
 @pytest.mark.usefixtures("root_only")
 def test_networks(script, tmp_path: Path) -> None:
     before = namespaces()
-    networks, links = script("methods.networks"), script("methods.links")
-    if reason := links.why_not():
+    networks, hosts = script("networks"), script("hosts")
+    if reason := hosts.why_not(hosts.Emulated):
         pytest.skip(reason)
     options = ["--networks", "1", "--rounds", "1", "--hidden", "32", "--depth", "1", "--frames", "4", "--side", "4"]
     assert networks.main([*options, "--out", str(tmp_path / "n")]) == 0
-    found = json.loads((tmp_path / "n.json").read_text())
+    found = script("common").read(tmp_path / "n.json")
     [one] = found["networks"]
     assert one["rows"].keys() == networks.CONFIGURATIONS.keys()
     assert all(0 < row["waits"] < row["seconds"] for row in one["rows"].values())
@@ -270,7 +278,7 @@ def test_networks(script, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_calibration_finds_what_made_the_measurements(script, tmp_path: Path, capsys) -> None:
-    cost = script("methods.cost_model")
+    cost = script("cost_model")
     values = dict(zip(cost.PARAMETERS, (2e-10, 1e-9, 3e-4, 1.2, 1.1, 0.9, 1.3), strict=True))
     found = steps_of(script, values)
     fitted = cost.calibration(cost.Measured.read(found))
@@ -285,7 +293,7 @@ def test_calibration_finds_what_made_the_measurements(script, tmp_path: Path, ca
     # a point that the others do not explain is off by itself, and said to be
     odd = found["sweep"]["rates"][0]["modes"]["train"]["ring"]["seconds"]
     odd["median"] *= 2
-    (tmp_path / "c.json").write_text(json.dumps(found))
+    script("common").save(tmp_path / "c.json", found)
     assert cost.main(["--measured", str(tmp_path / "c.json"), "--only-calibration"]) == 0
     said = capsys.readouterr().out
     line = next(line for line in said.splitlines() if re.search(r"sweep train .* 10 Mbit/s, ring attention", line))
@@ -296,7 +304,7 @@ def test_calibration_finds_what_made_the_measurements(script, tmp_path: Path, ca
 
 
 def test_a_plan_of_few_layers_tells_that_of_many(script) -> None:
-    cost, rivals = script("methods.cost_model"), script("methods.rivals")
+    cost, rivals = script("cost_model"), script("methods")
     shapes = {
         depth: rivals.Shape(32, 4, depth, frames=8, side=4) for depth in (1, 2, 5)
     }  # even: the busiest rank is any
@@ -315,18 +323,49 @@ def test_a_plan_of_few_layers_tells_that_of_many(script) -> None:
 # ------------------------------------------------------------------------------------------------- the page, pictures
 
 
-def test_the_ribbon_is_drawn_by_its_script(script) -> None:
-    ribbon = script("methods.ribbon")
-    assert (ROOT / "docs/images/ribbon.svg").read_text() == ribbon.picture()
-    seen = {m: [ribbon.layouts(m, r) for r in ribbon.plan(m).stages[1:5]] for m in ("dsp", "ulysses", "megatron_lm")}
-    assert seen["dsp"] == [["t"], ["s"], ["t"], ["s"]]
-    assert seen["ulysses"] == [["s", "heads", "s"], ["s"]] * 2
-    assert seen["megatron_lm"] == [["whole", "heads", "whole", "heads", "whole"]] * 4
+def test_every_result_says_where_it_is_from(script) -> None:
+    """Results have their command, whose script is still there, their commit and their machine."""
+    for path in sorted((SCRIPTS / "results").glob("*.json")):
+        found = script("common").read(path)
+        assert (ROOT / found["command"].split()[1]).exists(), path
+        assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", found["commit"]), path
+        assert {"date", "cores", "device", "torch"} <= found["machine"].keys(), path
+
+
+@pytest.mark.parametrize("name", ["wire", "cluster", "memory", "cost-model", "decoding", "fold-memory", "ribbon"])
+def test_pictures_are_drawn_of_the_results(script, tmp_path: Path, name: str) -> None:
+    """``python benchmarks/draw.py`` after every measurement; byte for byte by the version that is pinned."""
+    draw, matplotlib = script("draw"), pytest.importorskip("matplotlib")
+    draw.main(["--only", name, "--out", str(tmp_path)])
+    made = (tmp_path / f"{name}.svg").read_text()
+    assert made.count("<text") >= 10
+    smallest = min(float(size) for size in re.findall(r"font(?:-size)?: (?:bold |700 )?([\d.]+)px", made))
+    assert smallest * 690 / (8.6 * 72) >= 11  # pixels, where the widest is 690 of them wide
+    if f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "constraints.txt").read_text():
+        assert made == (ROOT / f"docs/images/{name}.svg").read_text()
+
+
+def test_without_matplotlib_a_picture_is_left_out_in_one_line(script, monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(script("draw"), "find_spec", lambda name: None)
+    script("draw").main(["--only", "wire", "--out", str(tmp_path)])
+    assert re.fullmatch(r"no wire.svg: it needs matplotlib .*\n", capsys.readouterr().out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_ribbon_is_of_real_plans(script) -> None:
+    methods = script("methods")
+    layouts = {
+        m: [methods.layouts(m, row) for row in methods.two_layers(m).stages[1:5]]
+        for m in ("dsp", "ulysses", "megatron_lm")
+    }
+    assert layouts["dsp"] == [["t"], ["s"], ["t"], ["s"]]
+    assert layouts["ulysses"] == [["s", "heads", "s"], ["s"]] * 2
+    assert layouts["megatron_lm"] == [["whole", "heads", "whole", "heads", "whole"]] * 4
 
 
 def test_the_pages_are_what_was_measured(script) -> None:
-    """``python benchmarks/methods/rival_tables.py --write`` after every measurement."""
-    tables = script("methods.rival_tables")
+    """``python benchmarks/tables.py --write`` after every measurement."""
+    tables = script("tables")
     pages = [page.read_text() for page in tables.PAGES]
     assert [tables.written(page) for page in pages] == pages
     assert sorted(re.findall("<!-- table: (.*) -->", "".join(pages))) == sorted(tables.TABLES)

@@ -24,13 +24,13 @@ from tests.support.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # by Python from 3.12 on
 
-SCRIPT = ROOT / "benchmarks/methods/conformance.py"
+SCRIPT = ROOT / "benchmarks/conformance.py"
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.methods.conformance")
+    return importlib.import_module("benchmarks.conformance")
 
 
 def amiss(kind: str, y: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def amiss(kind: str, y: Tensor) -> Tensor:
 )
 def test_of_a_fabricated_contender(script, monkeypatch, kind: str, entry: str, averaged: str, summed: str) -> None:
     """It runs the whole model on every rank."""
-    contenders = importlib.import_module("benchmarks.methods.contenders")
+    contenders = importlib.import_module("benchmarks.contenders")
 
     def run(model: Any, mesh: Any, it: Any, stages: Any) -> Any:
         return contenders.Run(lambda inputs: amiss(kind, contenders.call(model, inputs)))

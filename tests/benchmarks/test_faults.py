@@ -1,4 +1,4 @@
-"""The faults of benchmarks/faults/faults.py, in little."""
+"""The faults of benchmarks/faults.py, in little."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 
 @pytest.fixture
 def inputs(script):
-    return script("faults.inputs")
+    return script("fault_inputs")
 
 
 class Found:
@@ -41,7 +41,7 @@ def test_a_few_of_every_kind(inputs, tmp_path):
     import sys
 
     counts = {"kills": 2, "launchers": 1, "hangs": 2, "damages": 6, "mutations": 50, "memory": 1}
-    command = [sys.executable, str(ROOT / "benchmarks/faults/faults.py"), "--steps", "30"]
+    command = [sys.executable, str(ROOT / "benchmarks/faults.py"), "--steps", "30"]
     command += ["--out", str(tmp_path / "out.json")]
     done = subprocess.run(
         [*command, *(f"--{name}={count}" for name, count in counts.items())],

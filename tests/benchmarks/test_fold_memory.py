@@ -5,7 +5,7 @@ import pytest
 
 @pytest.mark.long
 def test_loss_and_gradients_in_float64(script):
-    benchmark = script("memory.fold")
+    benchmark = script("memory")
     one, four = (benchmark.measure("dsp", ranks, 46, 6, "float64") for ranks in (1, 4))  # 12, 12, 12 and 10 residues
     assert len(four["ranks"]) == 4
     for rank in four["ranks"]:

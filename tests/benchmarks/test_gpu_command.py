@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common import read
 from tests.support.paths import ROOT
 
 
@@ -59,10 +60,10 @@ def test_the_parts_fit_the_budget(script) -> None:
 
 
 def test_missing_packages_are_named(script, monkeypatch, capsys) -> None:
-    gpu, runner = script("gpu"), script("gpu_parts.runner")
-    parts = [*script("gpu_parts.trainer").PARTS, *script("gpu_parts.host").PARTS]
-    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
-    assert set(runner.missing(parts)) == {"omegaconf", "sklearn", "PIL", "diffusers"}
+    gpu, shared = script("gpu"), script("gpu_parts")
+    parts = [*script("gpu_parts.trainer").PARTS, *script("gpu_parts.speed").PARTS]
+    monkeypatch.setattr(shared.importlib.util, "find_spec", lambda name: None)
+    assert set(shared.missing(parts)) == {"omegaconf", "sklearn", "PIL", "diffusers"}
     assert gpu.installing(["sklearn", "PIL"]) == "pip install scikit-learn pillow"
     assert gpu.main([]) == 2
     assert "nothing here runs without torch, numpy, einops: pip install torch numpy einops" in capsys.readouterr().out
@@ -79,21 +80,21 @@ def test_a_driver_that_does_not_start_is_told(script, monkeypatch, tmp_path: Pat
 
 
 def test_the_rates_of_the_cost_model_are_found(script) -> None:
-    calibrate, machine = script("gpu_parts.calibrate"), script("gpu_parts").Machine("cuda", "x", 1000, 4000)
+    speed, machine = script("gpu_parts.speed"), script("gpu_parts").Machine("cuda", "x", 1000, 4000)
     sizes = [(1e12, 1e10), (5e12, 1e10), (1e12, 9e10), (7e12, 3e10)]
     rows = {str(i): {"flops": f, "touched": t, "measured, s": f / 4e14 + t / 2e12} for i, (f, t) in enumerate(sizes)}
     earlier = {"step": {"cases": {"the first": {"step, s": 2.0}}}}
-    found = calibrate.fitted(machine, rows, {})
+    found = speed.fitted(machine, rows, {})
     assert (found["products"], found["stream"]) == pytest.approx((0.4, 0.5))
     assert found["error, worst"] == pytest.approx(0, abs=1e-9)
     assert found["met"]
-    flops, touched = calibrate.counted(script("gpu_parts.speed").FULL, True, again=True)
-    ratio = calibrate.fitted(machine, rows, earlier)["the compiled step / its prediction"]
+    flops, touched = speed.counted(speed.FULL, True, again=True)
+    ratio = speed.fitted(machine, rows, earlier)["the compiled step / its prediction"]
     assert ratio == pytest.approx(2.0 / (flops / 4e14 + touched / 2e12))
     rows["0"]["measured, s"] *= 3  # a point that the others do not explain
-    assert calibrate.fitted(machine, rows, {})["error, worst"] > 0.5
+    assert speed.fitted(machine, rows, {})["error, worst"] > 0.5
     alone = {k: {**row, "measured, s": row["touched"] / 2e12} for k, row in rows.items()}
-    assert calibrate.fitted(machine, alone, {})["stream"] == pytest.approx(0.5)  # where one rate explains all
+    assert speed.fitted(machine, alone, {})["stream"] == pytest.approx(0.5)  # where one rate explains all
 
 
 def selective_scan(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, delta_softplus: bool) -> Any:
@@ -108,11 +109,11 @@ def selective_scan(u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, delta_sof
 
 @pytest.mark.parametrize(("kernel", "right"), [(selective_scan, True), (lambda u, *_, **__: u.clone(), False)])
 def test_the_kernel_of_mamba_is_compared_with_its_definition(script, monkeypatch, kernel: Any, right: bool) -> None:
-    correct, machine = script("gpu_parts.correct"), script("gpu_parts").Machine("cpu", "no GPU")
-    assert "is not installed" in correct.scanned(machine, torch.float32)["note"]
-    monkeypatch.setattr(correct.mamba, "mamba_kernel", lambda: kernel)
-    monkeypatch.setattr(correct.mamba, "has_data_on_cuda", lambda x: True)
-    assert correct.scanned(machine, torch.float32)["ok"] is right
+    right_parts, machine = script("gpu_parts.right"), script("gpu_parts").Machine("cpu", "no GPU")
+    assert "is not installed" in right_parts.scanned(machine, torch.float32)["note"]
+    monkeypatch.setattr(right_parts.mamba, "mamba_kernel", lambda: kernel)
+    monkeypatch.setattr(right_parts.mamba, "has_data_on_cuda", lambda x: True)
+    assert right_parts.scanned(machine, torch.float32)["ok"] is right
 
 
 def test_a_step_that_is_skipped_changes_nothing(script, monkeypatch) -> None:
@@ -141,8 +142,9 @@ def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
             "rates": {"TFLOP/s": 500.0, "GB/s": 3000.0, "error, median": 0.05, "error, worst": 0.12, "products": 0.5}}},
     }  # fmt: skip
     found = {
-        "dry": False, "device": "NVIDIA H200", "memory": 141e9, "command": "c", "date": "d", "cores": 16,
-        "processor": "p", "versions": {"torch": "2.13"}, "without": {"fla": "Scans"}, "torch": "2.13",
+        "dry": False, "device": "NVIDIA H200", "memory": 141e9, "command": "c", "commit": "x",
+        "machine": {"date": "d", "cores": 16, "device": "p", "torch": "2.13"}, "versions": {"torch": "2.13"},
+        "without": {"fla": "Scans"},
         "took": 500.0, "finished": True, "parts": {name: part | {"seconds": 3.0} for name, part in parts.items()},
     }  # fmt: skip
     page = script("gpu_parts.page").page(found)
@@ -154,8 +156,8 @@ def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
     assert "- MFU of 50%: missed by all\n" in page
     assert "| all | 4 | 65,536 | 47% | 64.0 GiB | 20% | 1% |" in page
     assert "| rates | 500 | 3,000 | 5% | 12% | 50% |" in page
-    tables = script("methods.rival_tables")
-    (tmp_path / "gpu.json").write_text(json.dumps(found))
+    tables = script("tables")
+    script("common").save(tmp_path / "gpu.json", found)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     table = "\n".join(tables.lines_of("gpu"))
     assert "| parts that are right | 5 of 7 |" in table
@@ -165,7 +167,7 @@ def test_page_and_table_of_a_gpu(script, monkeypatch, tmp_path: Path) -> None:
 
 
 def test_the_page_is_that_of_the_report(script) -> None:
-    found = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())
+    found = read(ROOT / "benchmarks/results/gpu.json")
     assert (ROOT / "docs/gpu.md").read_text() == script("gpu_parts.page").page(found)
 
 
@@ -174,7 +176,7 @@ def test_the_dry_run(tmp_path: Path) -> None:
     """Every part of the command on a CPU: nothing that it would ask of a GPU stumbles over itself."""
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--dry-run", "--out", str(tmp_path), "--budget", "1500"]
     done = subprocess.run(command, capture_output=True, text=True)
-    found = json.loads((tmp_path / "gpu.json").read_text())
+    found = read(tmp_path / "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert found["dry"]
     assert found["finished"]

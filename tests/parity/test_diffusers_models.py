@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import dsp
+from tests.support import known_models
 from tests.support.diffusers_models import DEEP, GIVEN
 from tests.support.slow import long, slow_but
 
@@ -43,26 +44,24 @@ OTHER_FIELDS = {
 
 
 def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
-    from benchmarks.models import diffusers_models, other_fields
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
-        cases = diffusers_models.CASES | diffusers_models.MORE | other_fields.CASES
-        return diffusers_models.held(mesh, cases[name])
+        cases = known_models.CASES | known_models.MORE | known_models.OTHER_FIELDS
+        return known_models.held(mesh, cases[name])
 
 
 def test_the_page_has_every_row() -> None:
-    from benchmarks.models import diffusers_models
+    from benchmarks import models
 
-    rows = diffusers_models.rows()
-    assert list(rows) == [(name, n) for name in diffusers_models.CASES for n in (2, 3, 4)]
+    rows = models.rows()
+    assert list(rows) == [(name, n) for name in models.CASES for n in (2, 3, 4)]
     for (name, n), line in rows.items():
         output, gradients, share, ratio = line.split(" | ")[3:7]
         assert (float(output) < 1e-6, float(gradients) < 1e-5) == (True, True), line
         assert float(share) <= (1.1 / n if "Transformer" in name else 1 / n + 0.03), line
         assert ("Transformer" not in name) == (ratio == "-"), line
-    text = diffusers_models.GUIDE.read_text()
-    assert diffusers_models.guide(text) == text
+    text = models.GUIDE.read_text()
+    assert models.guide(text) == text
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "FluxTransformer2DModel", but=IN_CI))
@@ -91,9 +90,7 @@ def test_one_line_is_enough_in_other_fields(ranks: Any, n: int, name: str) -> No
 @pytest.mark.long
 def test_others_that_are_known(ranks: Any) -> None:
     """Classes beyond the table, one after the other in one pool: a row each in no page."""
-    from benchmarks.models import diffusers_models
-
-    for name in diffusers_models.MORE:
+    for name in known_models.MORE:
         found = ranks(held, 2, name)[0]
         assert found["output"] < 1e-5, name  # AutoencoderDC's attention is in fp32
         assert max(found["inputs"], found["parameters"]) < 1e-5, name

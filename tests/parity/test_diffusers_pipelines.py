@@ -26,6 +26,7 @@ from dsp.known import stages_for, table
 from dsp.notation import NotationError
 from dsp.run.pipelines import SharedBatch, parts_of
 from dsp.tensors import tensors_in
+from tests.support import known_models as known
 from tests.support.paths import ROOT
 from tests.support.runs import launched
 from tests.support.slow import long, slow, slow_but
@@ -109,11 +110,9 @@ def test_a_pipeline_gives_the_video_of_one_process(mesh: DeviceMesh, name: str, 
 
 
 def test_what_is_known_is_what_the_table_shows() -> None:
-    """The package's line of each class is the one that benchmarks/models/diffusers_models.py holds to one process."""
-    from benchmarks.models import diffusers_models
-
+    """The package's line of each class is the one that tests/support/known_models.py holds to one process."""
     shown: dict[str, Any] = {}
-    for name, case in (diffusers_models.CASES | diffusers_models.MORE).items():
+    for name, case in (known.CASES | known.MORE).items():
         kind, _, part = name.partition(", ")
         if part:
             way = {"decoder": "decode", "encoder": "encode"}[part]
@@ -136,17 +135,13 @@ def doubled(rows: set[int], same: bool, x: Any) -> Any:
 
 
 def known_models() -> list[str]:
-    from benchmarks.models import diffusers_models
-
-    return [name for name in diffusers_models.CASES | diffusers_models.MORE if name in table()["models"]]
+    return [name for name in known.CASES | known.MORE if name in table()["models"]]
 
 
 @pytest.mark.parametrize("name", slow_but(known_models(), "LTXVideoTransformer3DModel", "UNetMotionModel"))
 def test_halves_of_a_batch_are_the_batch(name: str) -> None:
     """Every argument of a known class is cut that has to be, and no other."""
-    from benchmarks.models import diffusers_models
-
-    case = (diffusers_models.CASES | diffusers_models.MORE)[name]
+    case = (known.CASES | known.MORE)[name]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)

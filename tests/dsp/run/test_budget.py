@@ -1,6 +1,6 @@
 """How many Python functions one more operation, stage or switch of a parallelized forward calls: on any machine alike.
 
-Host time follows these counts; benchmarks/micro/overhead.py measures it.
+Host time follows these counts; benchmarks/micro.py --host measures it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The step by method and option on networks that are drawn at random, and whether a plan's estimate finds the best one.
 
-    python benchmarks/methods/networks.py              # as root; 20 networks; benchmarks/results/networks.json
-    python benchmarks/methods/networks.py --networks 5 --rounds 3 --ranks 4 --out FILE
+    python benchmarks/networks.py              # as root; 20 networks; benchmarks/results/networks.json
+    python benchmarks/networks.py --networks 5 --rounds 3 --ranks 4 --out FILE
 
-A network has links with a rate, a delay and a loss of packets, between ranks in nodes (see links.py). On each network
+A network has links with a rate, a delay and a loss of packets, between ranks in nodes (see hosts.py). On each network
 all configurations take turns in the same processes, round by round, so a machine that is slow for a while is slow for
 all of them. Of each configuration are shown
 
@@ -28,16 +28,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
 
 import dsp
+from benchmarks.cluster import take_turns
 from benchmarks.common import circumstances, line, options, table, write_down
-from benchmarks.methods.cluster import take_turns
-from benchmarks.methods.hosts import Ranks, serve, stoppable
-from benchmarks.methods.links import Emulated, Network, Wire, why_not
-from benchmarks.methods.rivals import Shape, Step, all_ranks
+from benchmarks.hosts import Emulated, Network, Ranks, Wire, script, stoppable, why_not
+from benchmarks.methods import Shape, Step, all_ranks
 from dsp.plan.make import shortest
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # the exact ones first
@@ -158,7 +157,7 @@ def verdict(networks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def show(each: Mapping[str, Any]) -> None:
-    print("\n".join(table(["configuration", "s a step", "x the best", "waits", "predicted"], [])))
+    print("\n".join(table(["configuration", "s a step", "x the best", "waits", "predicted"])))
     for name, r in each["rows"].items():
         print(line([name, *(f"{r[key]:.3f}" for key in ("seconds", "relative", "waits", "predicted"))]))
     print(f"the best: {each['best']}; chosen: {each['chosen']}", flush=True)
@@ -182,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
     o = options(
         __doc__, arguments, networks=20, ranks=2, rounds=5, seed=0, hidden=64, depth=2, frames=32, side=16, out=None
     )
-    if reason := why_not():
+    if reason := why_not(Emulated):
         print(f"skipped: networks cannot be emulated here: {reason}")
         return 0
     shape = Shape(o.hidden, max(8, o.ranks), o.depth, 1, o.frames, o.side)
@@ -211,7 +210,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"build": build, "timed": timed, "hardware": hardware})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, build=build, timed=timed, hardware=hardware)

@@ -1,7 +1,7 @@
 """Wan and CogVideoX on emulated hosts: DSP against diffusers' own Ulysses on the same links, a step of each in turn.
 
-    python benchmarks/methods/cluster_models.py    # as root, 24 GB of memory; benchmarks/results/cluster-models.json
-    python benchmarks/methods/cluster_models.py --sizes small --rates 100 0 --rounds 3 --out FILE    # 0: no limit
+    python benchmarks/cluster_models.py    # as root, 24 GB of memory; benchmarks/results/cluster-models.json
+    python benchmarks/cluster_models.py --sizes small --rates 100 0 --rounds 3 --out FILE    # 0: no limit
 
 Hosts, turns and ratios are those of cluster.py. The models are diffusers', unmodified, in float32, with the
 proportions of the real ones: heads, the tokens of text to those of video. They have two layers; `real` ones have all
@@ -23,18 +23,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import dsp
-from benchmarks.common import circumstances, options, write_down
-from benchmarks.methods import cluster
-from benchmarks.methods.contenders import Circumstance, by_diffusers
-from benchmarks.methods.hosts import Hosts, Ranks, serve, stoppable, why_not
-from benchmarks.methods.rivals import all_ranks, rate_name
+from benchmarks import cluster
+from benchmarks.common import circumstances, options, rate_name, write_down
+from benchmarks.contenders import Circumstance, by_diffusers
+from benchmarks.hosts import Hosts, Ranks, script, stoppable, why_not
+from benchmarks.methods import all_ranks
 
 METHODS = ("dsp", "diffusers")
 SIZES = ("real", "small")
@@ -154,7 +154,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"build": build, "timed": cluster.timed})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, build=build, timed=cluster.timed)

@@ -1,4 +1,4 @@
-"""The shared parts of the methods' measurements: the model, a step of it by a method, the formulas of the paper.
+"""The methods that are compared: the model, a step of it by a method, the formulas of the paper.
 
 The model is the Transformer-2D of the paper: a layer is a spatial and a temporal block, attention and MLP each, over an
 activation (b t s c) of M bytes. A method shards it over N ranks; what one rank sends in a layer, in units of M, and of
@@ -16,7 +16,6 @@ others communicate inside, and send again, or keep what they received (`saved`).
 values home in fp32, one hop more than there are others.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -31,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import dsp.embedded
 import zoo
-from benchmarks.common import Panel, Series
+from dsp.plan.table import StageRow
 
 METHODS = {
     "dsp": "DSP", "ulysses": "Ulysses", "ring": "ring attention", "megatron_lm": "Megatron-LM",
@@ -40,6 +39,9 @@ METHODS = {
 COLOURS = dict(zip(METHODS, ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6")))
 RECOMPUTE = ("no", "again", "saved")  # what backward does of forward: nothing; every stage; but not what it sent
 PAPER = {"dsp": "2M/N", "ulysses": "4M/N", "ring": "2M", "megatron_lm": "8M", "megatron_sp": "8M"}
+INSIDE = {  # what is sharded inside of a stage, once and for attention and MLP each
+    "ulysses": ("heads",), "ring": ("s",), "megatron_sp": ("heads", "heads"), "megatron_lm": ("heads", "heads"),
+}  # fmt: skip
 TABLE_9 = {"dsp": 914, "ulysses": 5828, "megatron_lm": 8412, "megatron_sp": 51908}  # paper: ms at 8M tokens
 
 
@@ -53,25 +55,6 @@ def formula(method: str, n: int) -> dict[str, float]:
         "megatron_sp": (8.0, 8.0, 8.0),
     }[method]
     return {phase: unit * (n - 1) / n for phase, unit in zip(("forward", "backward", "recompute"), units)}
-
-
-def rate_name(megabits: float) -> str:
-    if not megabits:
-        return "no limit"
-    return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits:g} Mbit/s"
-
-
-def by_ranks(
-    title: str, rows: Sequence[dict[str, Any]], methods: Sequence[str], key: str, unit: str, scale: float = 1,
-    series: Sequence[Series] = (),
-) -> Panel:  # fmt: skip
-    """A panel of one line a method over the number of ranks; one rank alone has no method."""
-    sizes, lines = sorted({r["ranks"] for r in rows}), list(series)
-    for method in methods:
-        mine = sorted((r for r in rows if r["method"] == method or r["ranks"] == 1), key=lambda r: r["ranks"])
-        points = [(sizes.index(r["ranks"]), r[key] * scale) for r in mine]
-        lines.append(Series(METHODS[method], COLOURS[method], points))
-    return Panel(title, list(map(str, sizes)), lines, "ranks", unit=unit)
 
 
 @dataclass(frozen=True)
@@ -177,3 +160,22 @@ class Step:
         own = [(p.to_local() if isinstance(p, DTensor) else p, isinstance(p, DTensor)) for p in self.model.parameters()]
         each = [(p.numel() * p.element_size(), cut) for p, cut in own]
         return sum(b for b, _ in each), sum(b for b, cut in each if not cut)
+
+
+# ----------------------------------------------------------------------------------------- what a method does, as drawn
+
+
+def two_layers(method: str, ranks: int = 8) -> dsp.Plan:
+    """The plan of two layers of the paper's 720M model, on 64 frames of 128 x 128."""
+    with torch.device("meta"):
+        model: Any = zoo.create("transformer2d", "720m", depth=2)
+        inputs = model.example_inputs(1, frames=64, height=128, width=128)
+    return dsp.embedded.plan(model, kwargs=inputs, size=ranks, method=method, dtype=torch.bfloat16, gather_output=False)
+
+
+def layouts(method: str, row: StageRow) -> list[str]:
+    """The dim that the activation is sharded over through one stage, from its start to its end."""
+    outside = row.layout or "whole"
+    if method not in row.switch:
+        return [outside]
+    return [outside, *(x for inside in INSIDE[method] for x in (inside, outside))]

@@ -1,34 +1,19 @@
-"""Unmodified models of diffusers under `dsp.parallelize`, held to one process: the table of docs/diffusers.md.
+"""Unmodified models of diffusers, of other fields and packages, each under `dsp.parallelize` by one line.
 
-    python benchmarks/models/diffusers_models.py [--ranks 2 3 4] [--only Flux Wan] [--write]
-
-Each (diffusers_cases.json) is a small one of its class with random weights, in float64, and gets one line: the names of
-its inputs' dims. On gloo ranks its output, the gradient of every input and of every parameter are compared with one
-process. Bytes are those of the plan, forward, but for the gather of the output, over what Ulysses would send: queries,
-keys, values and outputs of every self-attention, each switched; beside them those counted of `enable_parallelism`,
-where there is a `_cp_plan`. Errors are relative to the largest value, of gradients to the largest of all.
-
-With `--write` a row takes its place in the page as soon as it is there. A hash of dsp and of this script stands in it,
-unseen: `--stale` makes the rows that another version made, and those that are missing.
+Each is small, with random weights, in float64; the line has the names of its inputs' dims. `held` compares a step on
+several ranks with one process. The packages of `OTHER_FIELDS`, but for torch, are those of .ci/compared.txt.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
-import hashlib
 import inspect
 import json
-import os
-import re
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -40,11 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import dsp
-from benchmarks.common import DOCS, fill, line, on_ranks, options, table
-from benchmarks.methods.contenders import Circumstance, by_diffusers
 from dsp.slices import cast
 
-PAGE, GUIDE = DOCS / "diffusers-measured.md", DOCS / "diffusers.md"
 FILE = Path(__file__).with_name("diffusers_cases.json")
 
 
@@ -115,7 +97,70 @@ def _cases(part: str) -> dict[str, Case]:
 
 
 CASES = _cases("in the table")
-MORE = _cases("known, too")  # `dsp/known.json` has them: compared with one process by the tests, and in no page
+MORE = _cases("known, too")  # `dsp/known.json` has them; in no page
+
+
+def neural_operator() -> nn.Module:
+    """Fourier layers, of which a few modes are mixed (Li et al., arXiv 2010.08895)."""
+    import tensorly
+
+    tensorly.set_backend("pytorch")
+    from neuralop.models import FNO
+    from tensorly.plugins import use_default_einsum
+
+    use_default_einsum()
+    model = cast(FNO(n_modes=(6, 6), in_channels=2, out_channels=1, hidden_channels=8, n_layers=2), torch.float64)
+    model(torch.randn(1, 2, 31, 46, dtype=torch.float64))  # it keeps the places of its grid
+    return model
+
+
+def graph() -> nn.Module:
+    """Graph convolutions, at every time step of a series on the nodes (Kipf and Welling, arXiv 1609.02907)."""
+    from torch_geometric.nn.models import GCN
+
+    return GCN(8, 16, 2, 4)
+
+
+def recurrent() -> nn.Module:
+    """A language model of gated recurrences by a scan, and causal convolutions (Feng et al., arXiv 2410.01201)."""
+    from minGRU_pytorch.minLM import minLM
+
+    return minLM(num_tokens=32, dim=24, depth=2, enable_conv=True)
+
+
+def medical() -> nn.Module:
+    """A U-Net of volumes with residual blocks and group norms (Myronenko, arXiv 1810.11654)."""
+    from monai.networks.nets import SegResNet
+
+    return SegResNet(
+        spatial_dims=3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1, 1), blocks_up=(1, 1),
+        num_groups=4,
+    )  # fmt: skip
+
+
+def alignment() -> nn.Module:
+    """Attention along the rows of an alignment, tied, and along its columns (Rao et al., ICML 2021)."""
+    import esm
+
+    sizes = {"layers": 2, "embed_dim": 24, "ffn_embed_dim": 48, "attention_heads": 4, "embed_positions_msa_dim": 24}
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    most = {"max_tokens_per_msa": 2**14, "max_tokens": 2**14, "max_positions": 64, "final_layer": 2}
+    more = {"embed_positions_msa": True, "logit_bias": True}
+    arguments = argparse.Namespace(**sizes, **rates, **most, **more)
+    return esm.MSATransformer(arguments, esm.data.Alphabet.from_architecture("msa_transformer"))
+
+
+def edges() -> torch.Tensor:
+    return torch.randint(0, 19, (2, 60), generator=torch.Generator().manual_seed(3))
+
+
+OTHER_FIELDS: dict[str, Case] = {
+    "neuraloperator's FNO": Case(neural_operator, lambda: {"x": torch.randn(1, 2, 31, 46)}, "x=b c h w"),
+    "torch_geometric's GCN": Case(graph, lambda: {"x": torch.randn(13, 19, 8), "edge_index": edges()}, "x=t n c"),
+    "minGRU's language model": Case(recurrent, lambda: {"x": torch.randint(0, 32, (1, 61))}, "x=b n"),
+    "monai's SegResNet": Case(medical, lambda: {"x": torch.randn(1, 1, 24, 16, 20)}, "x=b c d h w"),
+    "fair-esm's MSATransformer": Case(alignment, lambda: {"tokens": torch.randint(4, 24, (1, 13, 20))}, "tokens=b r c"),
+}
 
 
 def made(case: Case) -> tuple[nn.Module, dict[str, Any]]:
@@ -190,94 +235,3 @@ def held(mesh: DeviceMesh, case: Case) -> dict[str, float]:
         "parameters": max(float((g / n - w).abs().max()) for g, w in zip(grads, whole)) / largest,
         "ulysses": attentions.bytes * (n - 1) / n**2,
     }
-
-
-def theirs(mesh: DeviceMesh, case: Case) -> float | None:
-    """Bytes that the busiest rank sends forward by the class's own plan, but for the gather of the output.
-
-    Without a mask of the text, which LTX's processors give all heads, and Ulysses a part of them.
-    """
-    model, kwargs = made(case)
-    kwargs.pop("return_dict", None)
-    if not getattr(model, "_cp_plan", None):
-        return None
-    model = by_diffusers(model, mesh, Circumstance(), {}).model
-    with dsp.count_comm() as comm, torch.no_grad():
-        model(kwargs | {"encoder_attention_mask": None} if "encoder_attention_mask" in kwargs else kwargs)
-    sent = torch.tensor(comm.forward.bytes["switch"])
-    dist.all_reduce(sent, dist.ReduceOp.MAX, group=mesh.get_group())
-    return float(sent)
-
-
-HEAD = "model", "the one line", "N", "output", "gradients", "largest share", "bytes / Ulysses", "`_cp_plan` / Ulysses"
-Row = Callable[[DeviceMesh, str], str]
-
-
-def row(mesh: DeviceMesh, name: str) -> str:
-    found, others = held(mesh, CASES[name]), theirs(mesh, CASES[name])
-
-    def ratio(nbytes: float | None) -> str:
-        return "-" if nbytes is None or "Transformer" not in name else f"{nbytes / found['ulysses']:.2f}"
-
-    shares = f"{found['share']:.3f}", ratio(found["planned"]), f"{ratio(others)} <!-- {version()} -->"
-    return line([name, f"`{CASES[name].line}`", mesh.size(), *errors(found), *shares])
-
-
-def errors(found: Mapping[str, Any]) -> tuple[str, str]:
-    return f"{found['output']:.0e}", f"{max(found['inputs'], found['parameters']):.0e}"
-
-
-def version() -> str:
-    """A digest of what makes a row: this script, its cases and dsp."""
-    files = sorted(Path(dsp.__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in (Path(__file__), FILE, *files))).hexdigest()[:8]
-
-
-def rows(page: Path = PAGE, name: str = "models") -> dict[tuple[str, int], str]:
-    """The rows of a page's table, by model and number of ranks."""
-    lines = page.read_text().partition(f"<!-- table: {name} -->")[2].partition("<!-- end -->")[0]
-    return {(model, int(n)): line for line, model, n in re.findall(r"^(\| (.+?) \| .+? \| (\d) \| .*)$", lines, re.M)}
-
-
-def write(key: tuple[str, int], made: str, page: Path, name: str, cases: Sequence[str], head: Sequence[str]) -> None:
-    """Put a row into a page's table, in its place."""
-    have = {at: row for at, row in rows(page, name).items() if at[0] in cases} | {key: made}
-    order = sorted(have, key=lambda at: (cases.index(at[0]), at[1]))
-    page.write_text(fill(page.read_text(), {name: [*table(head, []), *(have[at] for at in order)]}))
-
-
-def guide(text: str) -> str:
-    """The guide with its table of classes: of all rows of a class the largest errors, and the share on most ranks."""
-    lines, have = [], rows()
-    for name, case in CASES.items():
-        outputs, gradients, shares = zip(*(have[key].split(" | ")[3:6] for key in have if key[0] == name))
-        worst = (f"{max(map(float, each)):.0e}" for each in (outputs, gradients))
-        lines.append([name, f"`{case.line}`", *worst, ", ".join(f"{float(share):.2f}" for share in shares)])
-    head = "class", "line", "outputs", "gradients", "share on 2, 3, 4 ranks"
-    return fill(text, {"classes": table(head, lines)})
-
-
-def make_rows(mesh: DeviceMesh, names: Sequence[str], make: Row, keep: Callable[..., None] | None) -> None:
-    """On every rank: make the rows of some models, print and keep them."""
-    warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
-    for name in names:
-        made = make(mesh, name)
-        if dist.get_rank() == 0:
-            print(made, flush=True)
-            if keep:
-                keep((name, mesh.size()), made)
-
-
-def main() -> None:
-    o = options(__doc__, ranks=[2, 3, 4], only=[""], write=False, stale=False)
-    every = [name for name in CASES if any(part in name for part in o.only)]
-    fresh = {key for key, made in rows().items() if version() in made} if o.stale else set()
-    keep = partial(write, page=PAGE, name="models", cases=list(CASES), head=HEAD) if o.write else None
-    for n in o.ranks:
-        on_ranks(n, make_rows, [name for name in every if (name, n) not in fresh], row, keep)
-    if o.write:
-        GUIDE.write_text(guide(GUIDE.read_text()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Faults of every kind, one after another: is anything lost, is every fault one line, does everyone leave?
 
-    python benchmarks/faults/faults.py [--kills 30] [--launchers 3] [--hangs 10] [--damages 100] [--mutations 15000]
+    python benchmarks/faults.py [--kills 30] [--launchers 3] [--hangs 10] [--damages 100] [--mutations 15000]
                                        [--memory 14] [--only KIND ...] [--steps 120] [--seed 0] [--out faults.json]
 
 kills      SIGKILL for a rank of two, at any moment or inside a save, then resume; the curve is that of a quiet run
@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import sklearn.datasets  # noqa: F401 (ranks are forked with it)
 import torch
 
 import train
+from benchmarks import fault_inputs as inputs
 from benchmarks.common import ROOT, options
-from benchmarks.faults import inputs
 from zoo.training.records import read_metrics
 
 TINY = """

@@ -1,20 +1,29 @@
 """Contacts of proteins whose structure is known: mutual information, direct couplings, and models told of couplings.
 
-    python benchmarks/models/contacts.py FOLDER runs/seed0 runs/seed1 ... [--draw NAME] [--out docs/images/contacts.png]
+    python benchmarks/contacts.py FOLDER runs/seed0 runs/seed1 ... [--draw NAME] [--out docs/images/contacts.png]
+
+    git clone https://github.com/Kortemme-Lab/covariation && python benchmarks/contacts.py FOLDER --pfam covariation
 
 FOLDER holds structures and alignments. Prints long-range precision (P@L, P@L/2, P@L/5) of every protein, the mean over
 proteins, and over runs with the standard deviation of their means. Of one protein the four maps are drawn, the model
 being that of the first run.
+
+`--pfam` fills FOLDER with forty domains of Pfam that have a structure each, from the data of Ollikainen and Kortemme
+(PLoS Comput Biol 2013, 9:e1003313), MIT: `analysis/natural_alignments`, alignments in which no two rows share 80%;
+`analysis/domain_sequences.txt`, a chain of the PDB in the columns of each; `input/domains`, that chain. Of it the
+residues that stand in a column are written, `NAME.pdb` and `NAME.a3m`.
 """
 
 import argparse
 import sys
 from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from Bio.Data.PDBData import protein_letters_3to1_extended as LETTER
 from PIL import Image
 from torch import Tensor
 
@@ -77,14 +86,51 @@ def draw(protein: Protein, scores: dict[str, Tensor], out: Path) -> None:
     half.quantize(256, Image.Quantize.MAXCOVERAGE).save(out)
 
 
+def chain(path: Path) -> dict[str, list[str]]:
+    """Lines of a PDB file by residue, one letter and its number: {"M 12A": [...], ...}."""
+    residues: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
+        if line.startswith(("ATOM", "HETATM")) and line[17:20] in LETTER:
+            residues.setdefault(f"{LETTER[line[17:20]]} {line[22:27]}", []).append(line)
+    return residues
+
+
+def rows_of(path: Path) -> list[str]:
+    parts = path.read_text().split(">")[1:]
+    return ["".join(part.split("\n")[1:]).upper().replace(".", "-") for part in parts]
+
+
+def domains(checkout: Path, out: Path) -> None:
+    """The files of the forty domains."""
+    out.mkdir(parents=True, exist_ok=True)
+    for line in (checkout / "analysis/domain_sequences.txt").read_text().splitlines():
+        name, pdb, query = line.split()
+        alignment = checkout / f"analysis/natural_alignments/{name}.align.80"
+        structures = list((checkout / f"input/domains/{name}").glob("*.pdb"))
+        if not alignment.exists() or not structures:
+            continue
+        residues = chain(structures[0])
+        columns = [i for i, letter in enumerate(query) if letter != "-"]
+        own = "".join(query[i] for i in columns)
+        blocks = SequenceMatcher(None, own, "".join(key[0] for key in residues), autojunk=False).get_matching_blocks()
+        pairs = [(columns[block.a + k], list(residues)[block.b + k]) for block in blocks for k in range(block.size)]
+        lines = [line for _, residue in pairs for line in residues[residue]]
+        (out / f"{name}.pdb").write_text("\n".join([*lines, "END", ""]))
+        texts = ["".join(row[i] for i, _ in pairs) for row in [query, *rows_of(alignment)]]
+        (out / f"{name}.a3m").write_text("".join(f">{i}\n{text}\n" for i, text in enumerate(texts)))
+        print(f"{name} {pdb}: {len(pairs)} residues, {len(texts)} rows")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("runs", type=Path, nargs="*")
+    parser.add_argument("--pfam", type=Path, help="a checkout of the data")
     parser.add_argument("--draw", help="the protein of the picture; the first, if not said")
     parser.add_argument("--out", type=Path, default=Path("contacts.png"))
     options = parser.parse_args()
-
+    if options.pfam:
+        return domains(options.pfam, options.folder)
     folder = ProteinFolder(options.folder)
     proteins = {name: folder.protein(i) for i, name in enumerate(folder.names)}
     scores = {name: untrained(protein) for name, protein in proteins.items()}

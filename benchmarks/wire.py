@@ -1,7 +1,7 @@
 """Bytes that each rank really sends in a training step, by method: counted by the kernel, against the paper's formulas.
 
-    python benchmarks/methods/wire.py                  # 2, 4 and 8 ranks; benchmarks/results/wire.json and wire.svg
-    python benchmarks/methods/wire.py --ranks 2 4 --out FILE
+    python benchmarks/wire.py                  # 2, 4 and 8 ranks; benchmarks/results/wire.json and wire.svg
+    python benchmarks/wire.py --ranks 2 4 --out FILE
 
 Every rank has a network device of its own (see hosts.py; as root), whose counter of sent bytes is read before and after
 forward and backward; without root, or with --loopback, ranks share the loopback, and its count is divided by their
@@ -17,16 +17,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 
 import dsp
 import dsp.collectives  # its ops
-from benchmarks.common import Panel, Series, circumstances, figure, line, options, table, write_down
-from benchmarks.methods.hosts import Hosts, Ranks, sent, serve, stoppable, why_not
-from benchmarks.methods.rivals import COLOURS, METHODS, RECOMPUTE, Shape, Step, formula
+from benchmarks.common import circumstances, line, options, table, write_down
+from benchmarks.hosts import Hosts, Ranks, script, sent, stoppable, why_not
+from benchmarks.methods import METHODS, RECOMPUTE, Shape, Step, formula
 
 DEPTHS = (1, 3)
 PHASES = ("forward", "backward", "recompute")
@@ -108,26 +108,6 @@ def of_method(ranks: Ranks, method: str, shape: Shape, share: int) -> dict[str, 
     }  # fmt: skip
 
 
-def picture(found: dict[str, Any]) -> str:
-    sizes = sorted({row["ranks"] for row in found["rows"]})
-    m = Shape(**found["shape"]).activation
-    panels = []
-    for title, phases in (
-        ("A layer, forward", ["forward"]), ("A layer of a training step, stages recomputed", [*PHASES])
-    ):  # fmt: skip
-        series = []
-        for method in METHODS:
-            rows = sorted((r for r in found["rows"] if r["method"] == method), key=lambda row: row["ranks"])
-            for key in ("formula", "bytes"):
-                points = [(sizes.index(r["ranks"]), sum(r[key][p] for p in phases) / m) for r in rows]
-                # a difference of two steps over a loopback that others use may be less than nothing
-                points = [point for point in points if point[1] > 0]
-                series.append(Series(METHODS[method], COLOURS[method], points, dashed=key == "formula"))
-        panels.append(Panel(title, list(map(str, sizes)), series, "ranks", log=True, unit="in M"))
-    note = "M: the bytes of an activation; dashes on the lines: the formulas"
-    return figure("Bytes a rank sends, by the kernel", panels, note)
-
-
 def main(arguments: Sequence[str]) -> int:
     o = options(
         __doc__, arguments, {"methods": METHODS}, ranks=[2, 4, 8], hidden=64, frames=32, side=16,
@@ -139,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"the loopback is counted, for all ranks together: {reason}")
     rows: list[dict[str, Any]] = []
     collectives: list[dict[str, Any]] = []
-    print("\n".join(table(["method", "ranks", *(f"{p}, measured / formula, in M" for p in PHASES), "off by"], [])))
+    print("\n".join(table(["method", "ranks", *(f"{p}, measured / formula, in M" for p in PHASES), "off by"])))
     with stoppable(), nullcontext() if reason else Hosts(max(o.ranks)) as hosts:
         for n in o.ranks:
             with Ranks(__file__, n, hosts) as ranks:
@@ -151,12 +131,9 @@ def main(arguments: Sequence[str]) -> int:
                     print(line([METHODS[method], n, *phases, f"{row['off']:+.1%}"]), flush=True)
     found = circumstances(arguments) | {"shape": asdict(shape), "counter": "loopback" if reason else "a device a rank"}
     found |= {"rows": rows, "collectives": collectives}
-    write_down("wire", o.out, found, picture(found))
+    write_down("wire", o.out, found)
     return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"measure": measure, "collective": collective})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, measure=measure, collective=collective)

@@ -1,7 +1,7 @@
 """The cost of sequence parallelism for each model of the zoo, by its plan, against the rivals' formulas.
 
-    python benchmarks/models/zoo_tables.py            prints the tables of docs/zoo.md and docs/zoo-stages.md
-    python benchmarks/models/zoo_tables.py --write    and puts them into it
+    python benchmarks/zoo_tables.py            prints the tables of docs/zoo.md and docs/zoo-stages.md
+    python benchmarks/zoo_tables.py --write    and puts them into it
 
 Everything is planned on meta tensors at published sizes, so it takes seconds and no memory. The rivals, a forward of a
 model with k sequence mixers along the dim they shard (the cheapest they could choose) and n sublayers in all, with M
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import dsp
 import zoo

@@ -1,27 +1,26 @@
 """The tables of docs/benchmarks*.md and docs/cost-model.md: what was measured, beside the figures of the paper.
 
-    python benchmarks/methods/rival_tables.py          prints them
-    python benchmarks/methods/rival_tables.py --write  and puts them into the pages
+    python benchmarks/tables.py          prints them
+    python benchmarks/tables.py --write  and puts them into the pages
 
 They are read from benchmarks/results/{wire,cluster,memory,gpu,cost-model}.json; what has not been measured says so. The
 paper is Zhao et al., arXiv 2403.10266 (DSP), or where it says so Li et al., arXiv 2105.13120 (RSA).
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import DOCS, PICTURES, RESULTS, between, fill, line, table
+from benchmarks.common import DOCS, PICTURES, RESULTS, Found, between, fill, line, rate_name, table
+from benchmarks.common import read as read_results
 from benchmarks.gpu_parts.page import summary
-from benchmarks.memory.by_method import HEAD, cells
-from benchmarks.methods.rivals import METHODS, PAPER, TABLE_9, Shape, formula, rate_name
+from benchmarks.memory import HEAD, cells
+from benchmarks.methods import METHODS, PAPER, TABLE_9, Shape, formula
 
-Found = dict[str, Any]
 Lines = Iterable[str]
 PAGES = [DOCS / f"{name}.md" for name in ("benchmarks", "benchmarks-bytes", "benchmarks-time", "cost-model")]
 OPERATIONS = {  # the paper's table 8, and what has those bytes here
@@ -35,8 +34,7 @@ IN_A_LAYER = {  # the paper's table 9
     "megatron_sp": "4 all-gather + reduce-scatter",
 }  # fmt: skip
 SCRIPTS = {
-    "wire": "methods/wire.py", "cluster": "methods/cluster.py", "memory": "memory/by_method.py",
-    "cost-model": "methods/cost_model.py", "gpu": "gpu.py",
+    "wire": "wire.py", "cluster": "cluster.py", "memory": "memory.py", "cost-model": "cost_model.py", "gpu": "gpu.py",
 }  # fmt: skip
 RSA = {"batch": 13.7, "longest": 3.0}  # on 64 GPUs against tensor parallelism
 GOALS = {"ulysses": 1.32, "megatron_sp": 4.0}  # times DSP's step: the paper's least lead over Ulysses (figure 5)
@@ -46,7 +44,7 @@ OTHERS = [method for method in METHODS if method != "dsp"]
 
 def read(name: str) -> Found | None:
     path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_results(path) if path.exists() else None
 
 
 def by_method(rows: Iterable[Found]) -> dict[str, list[Found]]:
@@ -72,9 +70,10 @@ def when(name: str) -> Callable[[Found], Iterator[str]]:
     """How, when and where something was measured, and its picture."""
 
     def lines(found: Found) -> Iterator[str]:
-        where, one = f"{found['cores']} cores ({found['processor']})", Shape(**found["shape"])
+        on, one = found["machine"], Shape(**found["shape"])
         yield (
-            f"`{found['command']}`, {found['date']}, {where}, torch {found['torch']}, load {found['load']:.0f} at the "
+            f"`{found['command']}`, {on['date']}, {on['cores']} cores ({on['device']}), torch {on['torch']}, commit "
+            f"{found['commit']}, load {on['load']:.0f} at the "
             f"start. The model has hidden size {one.hidden} and {one.heads} heads; T = {one.frames}, S = {one.places}, "
             f"batch {one.batch}."
         )
@@ -260,7 +259,8 @@ def cost_when(found: Found) -> Iterator[str]:
     flops, stream = (1e-9 / values[name] if values[name] else math.inf for name in ("compute", "memory"))
     kinds = ", ".join(f"{name} {values[name]:.2f}" for name in ("all-to-all", "hops", "gathers", "all-reduce"))
     yield (
-        f"`{found['command']}`, {found['date']}, from the measurements of {found['measured']['date']}: the error of a "
+        f"`{found['command']}`, {found['machine']['date']}, from the measurements of "
+        f"{found['measured']['machine']['date']}: the error of a "
         f"point has a median of {one['median']:.1%} and is {one['worst']:.0%} at the worst; {one['over']} of "
         f"{len(one['points'])} are over {found['aim']:.0%}. (What was measured "
         f"twice, {again['count']} points, differs by {again['median']:.1%}, at most {again['worst']:.0%}.) Fitted: "

@@ -1,6 +1,6 @@
 """The effect of `wire` on training: validation losses of tiny demos whose switches travel in fewer bits, and clips.
 
-    python benchmarks/micro/wire_loss.py [--steps 150] [--seeds 3] [--ranks 2] [--models video mamba protein]
+    python benchmarks/wire_loss.py [--steps 150] [--seeds 3] [--ranks 2] [--models video mamba protein]
 
 Each model is trained once a seed with each `parallel.wire` from the same weights on the same batches. First come the
 errors of the formats on what the switches of the video model carry, its activations and gradients, by size of block.
@@ -8,31 +8,31 @@ errors of the formats on what the switches of the video model carry, its activat
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
-import tempfile
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 import zoo
-from dsp import wire as formats
+from benchmarks.common import line, on_ranks, options, table
+from dsp import formats
 from dsp.private import TorchDispatchMode
 from zoo.training import config as cfg
 from zoo.training.model import mean_losses
 from zoo.training.optim import learning_rate
 
-RULE = "|---" * 5 + "|"
 WIRES = ("same", "bf16", "fp8", "int8")
 SMALL = "model.overrides.hidden=64 train.batch=16 eval.clips=32 eval.levels=4 eval.linear_floor=false optim.warmup=15"
 MODELS = {
@@ -77,16 +77,17 @@ def errors(mesh: Any, say: Any) -> None:
         "int8": formats.FORMATS["int8"],
         "bf16": formats.FORMATS["bf16"],
     }
-    say("\n| relative error, rms | block | bytes of bf16's | activations, nearest | gradients, stochastic |\n" + RULE)
+    head = "relative error, rms", "block", "bytes of bf16's", "activations, nearest", "gradients, stochastic"
+    say("\n" + "\n".join(table(head)))
     for name, form in kinds.items():
         for block in (32, 64, 128, 256) if name != "bf16" else (128,):
             formats.BLOCK = block
             found = [
                 error(form, carried.forward),
-                error(formats.replace(form, stochastic=True), carried.backward),
+                error(replace(form, stochastic=True), carried.backward),
             ]
             sent = form.nbytes(1 << 20) / (2 << 20)
-            say(f"| {name} | {block} | {sent:.3f} | {found[0]:.2%} | {found[1]:.2%} |")
+            say(line([name, block, f"{sent:.3f}", *(f"{one:.2%}" for one in found)]))
     formats.BLOCK = 128
 
 
@@ -163,46 +164,33 @@ def clips(job: Job, model: Any, say: Any) -> None:
         say(f"  {wire}: {float((made[wire] - made['same']).square().mean()) ** 0.5 / spread:.2%}")
 
 
-def run(rank: int, n: int, store: str, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n)
-    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("sp",))
-
+def run(mesh: DeviceMesh, o: Namespace) -> None:
     def say(text: str) -> None:
-        if rank == 0:
+        if mesh.get_local_rank() == 0:
             print(text, flush=True)
 
     errors(mesh, say)
     found: dict[tuple[str, str], list[float]] = {}
-    for seed in range(options.seeds):
-        for name in options.models:
-            job = Job(name, seed, options.steps, mesh)
+    for seed in range(o.seeds):
+        for name in o.models:
+            job = Job(name, seed, o.steps, mesh)
             for wire in WIRES:
                 model, loss = job.trained(wire)
                 found.setdefault((name, wire), []).append(loss)
                 say(f"{name:<8} {wire:<5} seed {seed}: {loss:.5f}")
                 if (name, wire, seed) == ("video", "same", 0):
                     clips(job, model, say)
-    say(f"\n| validation loss after {options.steps} steps | same, by seed | {' | '.join(WIRES[1:])} |\n{RULE}")
-    for name in options.models:
+    rows = []
+    for name in o.models:
         base = found[name, "same"]
         change = [[b / a - 1 for a, b in zip(base, found[name, wire])] for wire in WIRES[1:]]
         shown = [f"{statistics.mean(c):+.2%} ({min(c):+.2%} to {max(c):+.2%})" for c in change]
-        say(f"| {name} | {', '.join(f'{v:.4f}' for v in base)} | {' | '.join(shown)} |")
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    options = parser.parse_args()
-    print(f"{options.ranks} gloo ranks, torch {torch.__version__}")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run, (options.ranks, f"{folder}/store", options), nprocs=options.ranks)
+        rows.append([name, ", ".join(f"{v:.4f}" for v in base), *shown])
+    head = f"validation loss after {o.steps} steps", "same, by seed", *WIRES[1:]
+    say("\n" + "\n".join(table(head, rows)))
 
 
 if __name__ == "__main__":
-    main()
+    given = options(__doc__, choices={"models": MODELS}, steps=150, seeds=3, ranks=2, models=list(MODELS))
+    print(f"{given.ranks} gloo ranks, torch {torch.__version__}")
+    on_ranks(given.ranks, run, given)

@@ -1,7 +1,7 @@
 """How long a step takes, by method and number of ranks: calibrated on the emulated hosts, predicted for H100 clusters.
 
-    python benchmarks/methods/cost_model.py                 # benchmarks/results/cost-model.json and cost-model.svg
-    python benchmarks/methods/cost_model.py --measured FILE --out FILE
+    python benchmarks/cost_model.py                 # benchmarks/results/cost-model.json and cost-model.svg
+    python benchmarks/cost_model.py --measured FILE --out FILE
 
 The estimator is that of `dsp.Plan.takes` and of ``train.py dry_run=true``: counted FLOPs, bytes touched and bytes sent
 over rates. Here the rates are fitted to the steps that cluster.py measured, by least squares of relative
@@ -17,7 +17,6 @@ of the sweep and of scaling. The second part takes the hardware from data sheets
 """
 
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -29,15 +28,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 from scipy.optimize import nnls
 
 import dsp
-from benchmarks.common import RESULTS, ROOT, Panel, Series, circumstances, figure, options, write_down
-from benchmarks.methods.rivals import COLOURS, METHODS, TABLE_9, Shape, rate_name
+from benchmarks.common import RESULTS, ROOT, circumstances, options, rate_name, read, write_down
+from benchmarks.methods import METHODS, TABLE_9, Shape
 from dsp.embedded import Timing
 from dsp.hardware import all_reduced
 from zoo.training import config as cfg
@@ -97,7 +96,7 @@ class Measured:
         links = {one["rate"]: {k: 125e3 * v for k, v in one["measured"].items()} for one in sweep["rates"]}
         if found["scaling_rate"] not in links:
             raise SystemExit(f"the link of the scaling, {found['scaling_rate']} Mbit/s, is not measured in the sweep")
-        return cls(points, links, found["cores"], sweep["recompute"])
+        return cls(points, links, found["machine"]["cores"], sweep["recompute"])
 
 
 @cache
@@ -386,53 +385,15 @@ def best_table() -> list[dict[str, Any]]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------------------- picture
-
-
-def lines(rows: list[dict[str, Any]], x: str, key: str, dashed: bool = False) -> tuple[list[Any], list[Series]]:
-    """A line of each method over x; rings where `fits` is False."""
-    places, found = list(dict.fromkeys(row[x] for row in rows)), []
-    for method in METHODS:
-        mine = [(places.index(row[x]), row) for row in rows if row["method"] == method]
-        large = [i for i, row in mine if not row.get("fits", True)]
-        points = [(i, row[key]) for i, row in mine]
-        found += [Series(METHODS[method], COLOURS[method], points, dashed, large)] if points else []
-    return places, found
-
-
-def picture(found: dict[str, Any]) -> str:
-    panels = []
-    for mode, title in (("train", "A training step"), ("infer", "A forward")):
-        rows = [row for row in found["calibration"]["points"] if (row["kind"], row["mode"]) == ("sweep", mode)]
-        (rates, measured), (_, predicted) = lines(rows, "rate", "seconds"), lines(rows, "rate", "predicted", True)
-        labels = [rate_name(rate).removesuffix("bit/s") for rate in rates]
-        series = [one for pair in zip(measured, predicted) for one in pair]
-        panels.append(Panel(f"{title}: measured, predicted", labels, series, "rate of a link, bit/s", True, "s"))
-    for kind, title, key, unit in (
-        ("one sample", "3B, 4M tokens on all ranks", "seconds", "s a step"),
-        ("best", "3B, 0.5M tokens, best dp x sp", "each", "k tokens/s a GPU"),
-    ):
-        rows = [
-            row | {"each": row["tokens_per_s"] / row["ranks"] / 1e3} for row in found["ranks"] if row["kind"] == kind
-        ]
-        sizes, series = lines(rows, "ranks", key)
-        panels.append(Panel(title, list(map(str, sizes)), series, "H100s", kind == "one sample", unit))
-    note = (
-        "dashed: predicted by a fit without the point; below, from data sheets alone\n"
-        "rings: more than fits the GPUs; Ulysses and Megatron end at 32, the number of heads"
-    )
-    return figure("What a step takes, by the cost model", panels, note)
-
-
 def main(arguments: Sequence[str]) -> int:
     o = options(__doc__, arguments, measured=RESULTS / "cluster.json", out=None, only_calibration=False)
     if not o.measured.exists():
-        print(f"there is no {o.measured}: python benchmarks/methods/cluster.py measures it")
+        print(f"there is no {o.measured}: python benchmarks/cluster.py measures it")
         return 1
-    read = json.loads(o.measured.read_text())
+    steps_there = read(o.measured)
     found = circumstances(arguments) | {
-        "measured": {key: read[key] for key in ("date", "cores", "processor", "shape")},
-        "aim": AIM, "patches": PATCHES, "calibration": calibration(Measured.read(read)),
+        "measured": {key: steps_there[key] for key in ("commit", "machine", "shape")},
+        "aim": AIM, "patches": PATCHES, "calibration": calibration(Measured.read(steps_there)),
     }  # fmt: skip
     show_calibration(found["calibration"])
     if o.only_calibration:
@@ -441,7 +402,7 @@ def main(arguments: Sequence[str]) -> int:
         "figure_5": figure_5(), "figure_6": scaling(WEAK, True), "figure_7": scaling(STRONG, False),
         "table_9": table_9(), "ranks": over_ranks(), "best": best_table(),
     }  # fmt: skip
-    write_down("cost-model", o.out, found, picture(found))
+    write_down("cost-model", o.out, found)
     return 0
 
 

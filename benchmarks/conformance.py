@@ -1,7 +1,7 @@
 """Sequence parallelism by others, and by dsp, on the same small models: the tables of docs/conformance.md.
 
-    python benchmarks/methods/conformance.py               runs every method and writes what became of it into the page
-    python benchmarks/methods/conformance.py --methods dsp ring    these alone: the others' columns stay as they are
+    python benchmarks/conformance.py               runs every method and writes what became of it into the page
+    python benchmarks/conformance.py --methods dsp ring    these alone: the others' columns stay as they are
 
 A cell is one model under one method in one circumstance on N ranks: gloo, float64, N processes of its own, a limit of
 time. Each rank computes the model by itself first, then in parallel; the output and the gradient of every parameter
@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.common import DOCS, fill, options, table
-from benchmarks.methods.contenders import EVEN, METHODS, MODELS, Circumstance, Method, call, make
+from benchmarks.contenders import EVEN, METHODS, MODELS, Circumstance, Method, call, make
 
 PAGE = DOCS / "conformance.md"
 LIMIT, GRACE = 120.0, 3.0  # seconds: of a cell, after a rank has raised

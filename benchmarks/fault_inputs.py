@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import ROOT
-from benchmarks.methods.hosts import highest
+from benchmarks.hosts import highest
 from zoo.data import video_folder
 from zoo.data.latent_folder import LatentFolder
 from zoo.data.latents import Entry, LatentError, Manifest, Writer, write_manifest

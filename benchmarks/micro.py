@@ -1,33 +1,109 @@
-"""The host time of parallelize: microseconds a stage and an operation of glue, a step at size 1; seconds to plan.
+"""The cost of a switch, and of the host, each alone.
 
-    python benchmarks/micro/overhead.py [--repeat 100]
+    python benchmarks/micro.py [--ranks 4] [--megabytes 32] [--repeat 11] [--batch 1 2]       # a switch
+    python benchmarks/micro.py --host [--repeat 100]          # the host's time, on two ranks; seconds to plan
 
-Two gloo ranks on tensors of a few bytes, so that nothing but host work is left. Times are CPU time of the thread that
-runs the model, which waiting for the other rank and other programs do not enter; medians over rounds in which the bare
-model and the parallelized one take turns. A cost per stage or operation is a slope: what 50 more of them add.
+A switch, beside a raw all-to-all of the same bytes and beside DTensor.redistribute: each rank holds a local part of
+`megabytes` MiB of a float32 activation (b t s c) and changes its sharded dim. The operations take turns, each behind a
+barrier, and a trial lasts as long as its slowest rank. A ratio is the median over rounds of the ratio within a round.
+The raw collective has its buffers allocated, contiguous and warm; the others start from a tensor and end with one. "A
+copy, then raw" is the least that a switch can cost: of its two sides only one is contiguous. The ranks' allocator keeps
+its pages, as the CUDA one does: glibc otherwise gives blocks above 32 MiB back to the system, and every new tensor is
+mapped, faulted in and zeroed page by page.
+
+The host: tensors of a few bytes, so that nothing but its work is left. Times are CPU time of the thread that runs the
+model, which waiting for the other rank and other programs do not enter; medians over rounds in which the bare model and
+the parallelized one take turns. A cost per stage or operation is a slope: what 50 more of them add.
 """
 
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import dsp
 import zoo
 from benchmarks.common import on_ranks, options
+from benchmarks.hosts import Ranks, script
+from benchmarks.methods import all_ranks
+
+# ------------------------------------------------------------------------------------------------------------ a switch
+
+T_DIM, S_DIM = 1, 2
+CHANNELS = 1024
+
+
+def operations(batch: int, megabytes: float) -> dict[str, Callable[[], object]]:
+    """All on one shape, whose even sizes divide over the ranks."""
+    mesh, n = all_ranks(), dist.get_world_size()
+    t = 32 * n
+    whole = (batch, t, round(megabytes * 2**20 * n / (4 * CHANNELS * batch * t)) // n * n, CHANNELS)
+
+    def part(dim: int) -> torch.Tensor:
+        return torch.randn([size // n if i == dim else size for i, size in enumerate(whole)])
+
+    x = {dim: DTensor.from_local(part(dim), mesh, [Shard(dim)], run_check=False) for dim in (T_DIM, S_DIM)}
+    send, received = x[T_DIM].to_local(), torch.zeros_like(x[S_DIM].to_local())
+    buffer = torch.zeros_like(send)
+    ways = {"t → s": (T_DIM, S_DIM), "s → t": (S_DIM, T_DIM)}
+    for src, dst in ways.values():  # the two agree before they race
+        assert torch.equal(dsp.switch(x[src], dst).to_local(), x[src].redistribute(placements=[Shard(dst)]).to_local())
+    return {
+        "raw all_to_all_single": lambda: dist.all_to_all_single(received.view(-1), send.view(-1)),
+        "a copy, then raw": lambda: (
+            buffer.copy_(send), dist.all_to_all_single(received.view(-1), buffer.view(-1))
+        ),
+        **{f"dsp.switch {w}": lambda s=s, d=d: dsp.switch(x[s], d) for w, (s, d) in ways.items()},
+        **{f"DTensor.redistribute {w}": lambda s=s, d=d: x[s].redistribute(placements=[Shard(d)])
+           for w, (s, d) in ways.items()},
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def race(batch: int, megabytes: float, repeat: int) -> dict[str, list[float]]:
+    """Milliseconds of every trial of every operation on this rank."""
+    made = operations(batch, megabytes)
+    names, times = list(made), {name: [] for name in made}
+    for trial in range(-2, repeat):  # two rounds to warm up
+        for turn in range(len(names)):
+            name = names[(turn + trial) % len(names)]
+            dist.barrier()
+            start = time.perf_counter()
+            made[name]()
+            if trial >= 0:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def switches(o: Namespace) -> None:
+    with Ranks(__file__, o.ranks) as ranks:
+        for batch in o.batch:
+            each = ranks.ask("race", batch=batch, megabytes=o.megabytes, repeat=o.repeat or 11)
+            times = {name: [max(trial) for trial in zip(*(one[name] for one in each))] for name in each[0]}
+            print(f"\nbatch {batch}, {o.megabytes:g} MiB a rank{'median ms':>15}{'/ raw':>8}{'/ redistribute':>16}")
+            for name, taken in times.items():
+                way = name[-5:] if "→" in name else "t → s"
+                beside = times["raw all_to_all_single"], times[f"DTensor.redistribute {way}"]
+                ratios = [statistics.median(a / b for a, b in zip(taken, other)) for other in beside]
+                print(f"{name:28}{statistics.median(taken):12.1f}{ratios[0]:8.2f}{ratios[1]:16.2f}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ the host
 
 FEW, MANY = 10, 60
 SHAPE = (1, 4, 6, 8)  # b t s c
@@ -160,7 +236,7 @@ def planning() -> dict[str, float]:
     return found
 
 
-def measure(mesh: DeviceMesh, repeat: int) -> None:
+def host(mesh: DeviceMesh, repeat: int) -> None:
     torch.manual_seed(0)  # all ranks hold the same inputs
     rows = alone(mesh, repeat) | slopes(mesh, repeat)
     if dist.get_rank() == 0:
@@ -170,5 +246,10 @@ def measure(mesh: DeviceMesh, repeat: int) -> None:
         print("\n".join(f"{name:44}{seconds:12.2f}" for name, seconds in planning().items()), flush=True)
 
 
+def main(arguments: Sequence[str]) -> None:
+    o = options(__doc__, arguments, ranks=4, megabytes=32.0, repeat=0, batch=[1, 2], host=False)
+    on_ranks(2, host, o.repeat or 100) if o.host else switches(o)
+
+
 if __name__ == "__main__":
-    on_ranks(2, measure, options(__doc__, repeat=100).repeat)
+    script(main, race=race)

@@ -1,4 +1,4 @@
-"""The models, and the methods under test, of benchmarks/methods/conformance.py.
+"""The models, and the methods under test, of benchmarks/conformance.py.
 
 What has no CPU kernel is given one here, or it could not be tried at all: a ring needs the log-sum-exp of attention,
 which torch and diffusers ask of CUDA kernels alone. All that is replaced stands in `kernel_for_torch`,

@@ -1,7 +1,8 @@
 """The step by method on emulated hosts, whose links are held to a rate: DSP against the methods it is compared with.
 
-    python benchmarks/methods/cluster.py               # as root; benchmarks/results/cluster.json and cluster.svg
-    python benchmarks/methods/cluster.py --rates 100 1000 0 --rounds 3 --out FILE      # Mbit/s; 0 is no limit
+    python benchmarks/cluster.py               # as root; benchmarks/results/cluster.json and cluster.svg
+    python benchmarks/cluster.py --rates 100 1000 0 --rounds 3 --out FILE      # Mbit/s; 0 is no limit
+    python benchmarks/cluster.py --overlap     # what `overlap=` hides behind computing; benchmarks/results/overlap.json
 
 One rank is one host: a network namespace whose link to a switch has the rate in each direction (see hosts.py). All
 methods are built in the same processes and take turns, round by round, so a machine that is slow for a while is slow
@@ -12,6 +13,9 @@ one by one. Ranks share this machine's cores: the seconds of computing are those
     sweep     training and inference at every rate, on the most ranks
     scaling   at one rate on 1, 2, 4 ranks: weak (a sample more a rank, table 7) and strong (table 6), figures 6 to 8
     share     of a step: what its bytes take at the rate of the link; and what it takes longer than without a limit
+    overlap   DSP's step alone on two hosts, its switches in one piece, in 2 and in 4, whose bytes are the same; the
+              rate of the link is such that bytes take a share of a step, by the seconds of one without a limit. Hidden
+              is what a step takes less than that in one piece, over what that takes longer than without a limit
 """
 
 import itertools
@@ -25,42 +29,45 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 
 import dsp
-from benchmarks.common import Panel, Series, circumstances, figure, options, write_down
-from benchmarks.methods.hosts import Hosts, Ranks, serve, stoppable, why_not
-from benchmarks.methods.rivals import COLOURS, METHODS, RECOMPUTE, Shape, Step, by_ranks, rate_name
+from benchmarks.common import circumstances, options, rate_name, spread, write_down
+from benchmarks.hosts import Hosts, Ranks, script, stoppable, why_not
+from benchmarks.methods import METHODS, RECOMPUTE, Shape, Step
 
 MODES = ("train", "infer")
 PARTS = ("forward", "backward", "average")
+PIECES: dict[str, int | None] = {"one piece": None, "2 pieces": 2, "4 pieces": 4}
 STEPS: dict[str, Any] = {}  # of this rank, by the name that it was built under
 
 
 # ------------------------------------------------------------------------------------------------------- on every rank
 
 
-def build(name: str, method: str, shape: dict[str, int], recompute: str) -> dict[str, Any]:
+def build(name: str, method: str, shape: dict[str, int], recompute: str = "no", **how: Any) -> dict[str, Any]:
     """Make a step ready. What it sends: bytes of forward, of all of it, and of the average of gradients."""
-    step = STEPS[name] = Step(method, Shape(**shape), recompute)
+    step = STEPS[name] = Step(method, Shape(**shape), recompute, **how)
     with dsp.count_comm() as comm:
         step.backward(step.forward())
     averaged = 2 * (step.size - 1) * step.weights[1] // step.size
-    return {"infer": sum(comm.forward.bytes.values()), "train": comm.bytes + averaged}
+    return {"infer": sum(comm.forward.bytes.values()), "train": comm.bytes + averaged, "average": averaged}
 
 
 def timed(name: str, mode: str) -> list[float]:
-    """Seconds of the parts of one step, or of a forward alone, on this rank, from when all were ready."""
+    """Seconds of the parts of one step, of it without the average ("own"), or of a forward, once all are ready."""
     step, losses = STEPS[name], []
     parts: list[Callable[[], object]] = [lambda: losses.append(step.forward())]
+    if mode != "infer":
+        parts += [lambda: step.backward(losses[0])]
     if mode == "train":
-        parts += [lambda: step.backward(losses[0]), step.average]
+        parts += [step.average]
     dist.barrier()
     marks = [time.perf_counter()]
-    with torch.set_grad_enabled(mode == "train"):
+    with torch.set_grad_enabled(mode != "infer"):
         for part in parts:
             part()
             marks.append(time.perf_counter())
@@ -105,10 +112,6 @@ def take_turns(names: Sequence[str], rounds: int, ask: Callable[[str], list[Any]
     return times
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
-
-
 def row_of(rounds: list[list[float]], against: list[list[float]]) -> dict[str, Any]:
     """Seconds, parts and ratios of the rounds of one method."""
     whole, base = ([sum(parts) for parts in each] for each in (rounds, against))
@@ -119,11 +122,11 @@ def row_of(rounds: list[list[float]], against: list[list[float]]) -> dict[str, A
     }
 
 
-def show(name: str, row: dict[str, Any]) -> None:
+def show(name: str, row: dict[str, Any], beside: str = "DSP") -> None:
     seconds, ratio = (
         f"{r['median']:.3f} ({r['least']:.3f} to {r['most']:.3f})" for r in (row["seconds"], row["ratio"])
     )
-    print(f"{name:<40}{seconds} s, {ratio} x DSP", flush=True)
+    print(f"{name:<40}{seconds} s, {ratio} x {beside}", flush=True)
 
 
 def sweep(hosts: Hosts, o: Namespace, shape: Shape) -> dict[str, Any]:
@@ -190,39 +193,52 @@ def scaling(hosts: Hosts, o: Namespace, shape: Shape) -> list[dict[str, Any]]:
     return rows
 
 
-def picture(found: dict[str, Any]) -> str:
-    rates = found["sweep"]["rates"]
-    labels = [short(one["rate"]) for one in rates]
-    panels = []
-    for mode, title in (("train", "A training step"), ("infer", "A forward")):
-        series = []
-        for method in found["methods"]:
-            ratios = [one["modes"][mode][method]["ratio"] for one in rates]
-            points = [(i, r["median"], r["least"], r["most"]) for i, r in enumerate(ratios)]
-            series.append(Series(METHODS[method], COLOURS[method], points))
-        panels.append(Panel(title, labels, series, "rate of a link, bit/s", log=True, unit="time / DSP's"))
-    for kind in ("weak", "strong"):
-        rows = [r for r in found["scaling"] if r["kind"] == kind and r["mode"] == "train"]
-        title = f"{kind.title()} scaling, {short(found['scaling_rate'])}"
-        panels.append(by_ranks(title, rows, found["methods"], "tokens_per_s", "tokens/s"))
-    note = f"{found['sweep']['ranks']} emulated hosts on {found['cores']} cores; median, least and most of the rounds"
-    return figure("Time by method and link", panels, note)
+def overlap(hosts: Hosts, o: Namespace) -> dict[str, Any]:
+    """The step in pieces, for each share of it that bytes take: {"shape": ..., "sent": ..., "shares": {...}}."""
+    shape = Shape(hidden=128, heads=4, depth=3, frames=8, side=16)
+    found: dict[str, Any] = {"shape": asdict(shape), "shares": {}}
+    with Ranks(__file__, 2, hosts) as ranks:
 
+        def ask(name: str) -> list[Any]:
+            hosts.rate(None if name == "free" else rate)
+            return ranks.ask("timed", name="one piece" if name == "free" else name, mode="own")
 
-def short(megabits: float) -> str:
-    return rate_name(megabits).removesuffix("bit/s")
+        each = {
+            name: ranks.ask("build", name=name, method="dsp", shape=vars(shape), overlap=pieces)[0]
+            for name, pieces in PIECES.items()
+        }
+        sent = each["one piece"]["train"] - each["one piece"]["average"]
+        found["sent"] = {name: one["train"] - one["average"] for name, one in each.items()}
+        for share in o.shares:
+            free = take_turns(["free"], o.rounds, ask)["free"]
+            rate = sent * 8e-6 / (statistics.median(map(sum, free)) * share / (1 - share))
+            times = {name: [*map(sum, own)] for name, own in take_turns([*PIECES, "free"], o.rounds, ask).items()}
+            waited = statistics.median(a - b for a, b in zip(times["one piece"], times["free"]))
+            one = found["shares"][str(share)] = {"rate": rate, "rounds": times}
+            for name in PIECES:
+                saved = statistics.median(a - b for a, b in zip(times["one piece"], times[name]))
+                ratio = spread([a / b for a, b in zip(times[name], times["one piece"])])
+                one[name] = {"seconds": spread(times[name]), "ratio": ratio, "hidden": saved / max(waited, 1e-9)}
+                show(
+                    f"{share:.0%} at {rate:.0f} Mbit/s, {name}: hides {one[name]['hidden']:.0%}", one[name], "one piece"
+                )
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
     o = options(
         __doc__, arguments, {"methods": METHODS, "recompute": RECOMPUTE}, ranks=[1, 2, 4], scaling_rate=1000.0,
         rates=[100.0, 300.0, 1000.0, 3000.0, 10000.0, 0.0], rounds=7, methods=list(METHODS), recompute="no", hidden=64,
-        depth=2, frames=64, side=16, probe=8 * 2**20, out=None,
+        depth=2, frames=64, side=16, probe=8 * 2**20, overlap=False, shares=[0.3, 0.4, 0.5], out=None,
     )  # fmt: skip
     if "dsp" not in o.methods:
         raise SystemExit("--methods: the others are compared with dsp, so it has to be among them")
     if reason := why_not():
         print(f"skipped: hosts cannot be emulated here: {reason}")
+        return 0
+    if o.overlap:
+        with stoppable(), Hosts(2) as hosts:
+            write_down("overlap", o.out, circumstances(arguments) | overlap(hosts, o))
         return 0
     # as many heads as the most ranks, or Ulysses and Megatron have nothing to give to a rank
     shape = Shape(o.hidden, max(8, *o.ranks), o.depth, 1, o.frames, o.side)
@@ -230,12 +246,9 @@ def main(arguments: Sequence[str]) -> int:
     with stoppable(), Hosts(max(o.ranks)) as hosts:
         found["sweep"] = sweep(hosts, o, shape)
         found["scaling"] = scaling(hosts, o, shape)
-    write_down("cluster", o.out, found, picture(found))
+    write_down("cluster", o.out, found)
     return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve({"build": build, "timed": timed, "link": link})
-    else:
-        sys.exit(main(sys.argv[1:]))
+    script(main, build=build, timed=timed, link=link)
