@@ -4,7 +4,7 @@ A collective in which the busiest rank sends `nbytes` takes ``alpha + nbytes / b
 the latency. Computing takes the FLOPs over the FLOP/s that a rank achieves and, where the rate of its memory is given,
 the bytes that operations touch over that rate. Switches wait for the stages before them; the collectives of weights may
 run while stages compute. This arithmetic is for decisions: how many ranks, which method, is it worth it.
-benchmarks/methods/cost_model.py compares it with measurements. Data loading and the optimizer are not included.
+benchmarks/cost_model.py compares it with measurements. Data loading and the optimizer are not included.
 """
 
 from __future__ import annotations
