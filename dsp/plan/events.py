@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsp.layout import Cut
@@ -105,14 +106,14 @@ class Event:
 class NodeFacts:
     """A node as a plan has to know it, beside its choices.
 
-    values: what each tensor that it reads is a part or a view of (None: it is whole on every rank); same: it returns
-    its first argument as it is; copied: it looks like a view, and makes a value of its own; fresh: it might return a
-    view, and makes memory of its own.
+    values: what each tensor that it reads is a part or a view of (None: it is whole on every rank); same: the type
+    of its first argument, if it returns that as it is; copied: it looks like a view, and makes a value of its own;
+    fresh: it might return a view, and makes memory of its own.
     """
 
     node: OperationNode | StageNode
     values: list[int | None]
-    same: bool = False
+    same: torch.dtype | None = None
     copied: bool = False
     fresh: bool = False
 

@@ -107,17 +107,17 @@ KEPT_AS_IT_IS = (int, str, torch.dtype, torch.device, torch.layout, torch.memory
 class PlannedNode:
     """A node of the record as the plan has it.
 
-    index: the how-many-th of its kind in the record; results: the numbers of the tensors that it returns; same: it
-    returns its first argument as it is; copied: it looks like a view, and makes a value of its own; fresh: it might
-    return a view, and makes memory of its own; exact: it was found by all that it reads, and not by its sharded tensors
-    alone (`Script.loosely`).
+    index: the how-many-th of its kind in the record; results: the numbers of the tensors that it returns; same: the
+    type of its first argument, if it returns that as it is; copied: it looks like a view, and makes a value of its own;
+    fresh: it might return a view, and makes memory of its own; exact: it was found by all that it reads, and not by its
+    sharded tensors alone (`Script.loosely`).
     """
 
     name: str
     index: int
     step: Any = None  # StageStep | GlueStep; None: it asks for nothing
     results: tuple[int, ...] = ()
-    same: bool = False
+    same: torch.dtype | None = None
     copied: bool = False
     fresh: bool = False
     exact: bool = True

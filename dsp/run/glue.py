@@ -28,13 +28,12 @@ from dsp.run.functions import Intercepting
 from dsp.run.gradient_hooks import GradientHook
 from dsp.run.lookup import InTurn, NoKey
 from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
-from dsp.run.whole import Again, GlueOnWholes, in_backward, parted, sharded_in, writes
+from dsp.run.whole import Again, GlueOnWholes, in_backward, of_type, parted, sharded_in, writes
 from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
 
 FUNCTIONS = Intercepting()
-SAME = "same"  # the recipe of what returns its first argument as it is
 
 
 class Glue(GlueOnWholes):
@@ -64,8 +63,10 @@ class Glue(GlueOnWholes):
         if type(recipe) is InTurn:
             node = run.in_turn(recipe.alike)
             recipe = recipe.made.get(node.index)
-        if recipe is SAME:  # of a part it might be a copy, as of one that is not contiguous
-            return tensor_args(args, kwargs)[0]
+        if type(recipe) is torch.dtype:  # of a part it might be a copy, as of one that is not contiguous
+            if of_type(x := tensor_args(args, kwargs)[0], recipe):
+                return x
+            recipe = key = None
         if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
         if recipe is not None and not run.writes.stale:
@@ -95,13 +96,15 @@ class Glue(GlueOnWholes):
         """An operation without a recipe, which is kept for those that have its key."""
         run, tensors, shells, name = op.run, op.tensors, op.shells, op.what.name
         run.refuse_graph()
-        alike = None if op.node is None else run.recipes[key].alike
+        alike = None if op.node is None or key is None else run.recipes[key].alike
         if op.node is None:
             alike, op.node = run.find(key_of_operation(name, op.args, op.kwargs, run.reads(tensors, shells)))
         run.where = ("glue", op.index, name)
         if op.known and op.node.same and isinstance(tensors[0], Sharded):  # type: ignore[union-attr]
-            run.keep_in_turn(key, alike, op.node, SAME)
-            return tensors[0]
+            if of_type(tensors[0], op.node.same):  # type: ignore[union-attr]
+                run.keep_in_turn(key, alike, op.node, op.node.same)  # type: ignore[union-attr]
+                return tensors[0]
+            op.node = key = None  # y.float() of another type than before, as under autocast
         if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
             raise GlueError(f"{name}() {KEPT}")
         if op.step is not None and op.step.cuts is not None and not fit(op.step.cuts, tensors):
