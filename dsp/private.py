@@ -66,7 +66,12 @@ storage_id = attrgetter("_cdata")  # of a storage: where it is
 base_of = attrgetter("_base")  # of a view: the tensor that it is a view of
 version_of = attrgetter("_version")  # of a tensor: how often it was written
 is_view = Tensor._is_view
-values_of = Tensor._values  # of a sparse tensor, as they are stored
+indices_of, values_of = Tensor._indices, Tensor._values  # of a sparse tensor, as they are stored
+
+
+def forward_mode() -> bool:
+    """Tell whether torch.autograd.forward_ad is on."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
@@ -120,14 +125,15 @@ def uncompiled(func: Any) -> Any:
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """A tensor or parameter as `like`, contiguous and without data: what ``torch.empty`` makes under the mode.
+    """A tensor or parameter as `like`, without data: what ``torch.empty_strided`` makes under the mode.
 
     A tenth of its time: a fake parameter is made for each of a model, in every trace. device: by default that of
     `like`, and the CPU for the meta device.
     """
     device = device or (torch.device("cpu") if like.is_meta else like.device)
     with no_dispatch():
-        empty = torch.empty(tuple(like.shape), dtype=dtype, device="meta")
+        stride = like.stride() if like.layout == torch.strided else torch.empty(like.shape, device="meta").stride()
+        empty = torch.empty_strided(tuple(like.shape), stride, dtype=dtype, device="meta")
     new = FakeTensor(mode, empty, device).requires_grad_(like.requires_grad)
     if isinstance(like, nn.Parameter):
         new._is_param = True  # all that nn.Parameter does to a new tensor
@@ -339,9 +345,11 @@ __all__ = [
     "compiling",
     "dtensor",
     "fake_tensor",
+    "forward_mode",
     "get_unwrapped",
     "graph_of",
     "hooks_of",
+    "indices_of",
     "is_functorch_wrapped_tensor",
     "is_view",
     "joined_axes",

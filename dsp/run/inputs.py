@@ -59,11 +59,17 @@ def describe(leaves: list[Any], spec: Any) -> Any:
 
 def described(v: Any) -> Any:
     if isinstance(v, Tensor):
-        placed = v.placements if isinstance(v, DTensor) else None
-        return v.shape, v.dtype, v.requires_grad, placed
+        return v.shape, v.dtype, v.requires_grad, lies(v)
     if isinstance(v, (bool, int, str)) or v is None:
         return type(v), v
     return type(v).__qualname__
+
+
+def lies(t: Tensor) -> Any:
+    """Where a tensor lies: on which ranks; or in memory, which decides whether a reshape of it makes a copy."""
+    if isinstance(t, DTensor):
+        return t.placements
+    return t.stride() if t.layout == torch.strided and not t.is_contiguous() else None
 
 
 def given_cuts(signature: Signature | None, args: Any, kwargs: Any) -> dict[str, Cut]:

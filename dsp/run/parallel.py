@@ -37,6 +37,7 @@ from dsp.private import (
     backward_hooks_of,
     compiled_call,
     compiler_loaded,
+    forward_mode,
     hooks_of,
     maybe_current_level,
     uncompiled,
@@ -225,11 +226,11 @@ class FullRuntime(Runtime):
             refuse_compiling()
         if ACTIVE.get() is not None:
             return self.forward(*args, **kwargs)
-        if maybe_current_level() is not None or torch.jit.is_tracing() or is_exporting():
+        if maybe_current_level() is not None or forward_mode() or torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(
-                f"a parallelized {type(self.model).__name__} cannot run under torch.vmap, torch.func, torch.jit.trace "
-                "or torch.export: the collectives of its ranks would be missing. Call it as it is; for gradients use "
-                "backward or torch.autograd.grad"
+                f"a parallelized {type(self.model).__name__} cannot run under torch.vmap, torch.func, forward-mode AD, "
+                "torch.jit.trace or torch.export: the collectives of its ranks would be missing. Call it as it is; for "
+                "gradients use backward or torch.autograd.grad"
             )
         if not self.idle.acquire(blocking=False):
             raise RuntimeError(

@@ -626,6 +626,42 @@ def test_models_inside_models(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(model(**kwargs), single.model(**kwargs))
 
 
+@pytest.mark.parametrize("mesh", [3])
+def test_a_model_inside_of_one_made_parallel_later_still_runs_alone(mesh: DeviceMesh) -> None:
+    single = nn.Sequential(toys.Glued(lambda x: x.flip(1)), nn.Linear(toys.C, toys.C)).double()
+    model, x = copy.deepcopy(single), torch.randn(1, 7, 5, toys.C, dtype=torch.float64)
+    dsp.parallelize(model[0], mesh)
+    dsp.parallelize(model, mesh, {"": "input=b t s c"})
+    for _ in range(2):
+        beside(single, model, mesh, (x,))
+        torch.testing.assert_close(model[0](x), single[0](x))
+
+
+class Graph(toys.SpaceTime):
+    """Messages along the edges of a graph of patches."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, x, edges: m.time(torch.stack([torch.sparse.mm(edges, y) for y in x[0]])[None]))
+
+
+@pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr])
+def test_a_sparse_input_is_the_same_on_all_ranks(mesh: DeviceMesh, sparse: Any) -> None:
+    single, edges = Graph().double(), torch.randn(5, 5, dtype=torch.float64).relu()
+    model, x = dsp.parallelize(copy.deepcopy(single), mesh), torch.randn(1, 7, 5, toys.C, dtype=torch.float64)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x, sparse(edges)), single(x, sparse(edges)))
+        with pytest.raises(RuntimeError, match="another 'args'"):
+            for _ in range(2):
+                model(x, sparse(edges if mesh.get_local_rank() == 0 else edges.T))
+
+
+def test_forward_mode_is_refused(mesh: DeviceMesh) -> None:
+    model, x = dsp.parallelize(toys.Glued(), mesh), torch.randn(1, 7, 5, toys.C)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode AD"):
+        model(torch.autograd.forward_ad.make_dual(x, x))
+
+
 class Listed(nn.Module):
     """A stage that is given a list of what is sharded, which no pattern could name."""
 
