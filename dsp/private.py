@@ -66,12 +66,8 @@ storage_id = attrgetter("_cdata")  # of a storage: where it is
 base_of = attrgetter("_base")  # of a view: the tensor that it is a view of
 version_of = attrgetter("_version")  # of a tensor: how often it was written
 is_view = Tensor._is_view
+forward_level = attrgetter("_current_level")  # of torch.autograd.forward_ad: -1 outside of it
 indices_of, values_of = Tensor._indices, Tensor._values  # of a sparse tensor, as they are stored
-
-
-def forward_mode() -> bool:
-    """Tell whether torch.autograd.forward_ad is on."""
-    return torch.autograd.forward_ad._current_level >= 0
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
@@ -345,7 +341,7 @@ __all__ = [
     "compiling",
     "dtensor",
     "fake_tensor",
-    "forward_mode",
+    "forward_level",
     "get_unwrapped",
     "graph_of",
     "hooks_of",

@@ -179,7 +179,7 @@ class Agreement:
         due = self.calls & (self.calls - 1) == 0 or self.calls % EVERY == 0
         weights = replicated(self.axis, self.model) if due else []
         checked = [i for i, v in enumerate(leaves) if compared(v)]
-        whole = [dense(leaves[i]) for i in checked]
+        whole = [leaves[i] if leaves[i].layout not in SPARSE else bytes_of(leaves[i]) for i in checked]
         if self.device == "cuda":
             mine = self.on_device(number, whole, weights)
             everyone = mine.new_empty(self.axis.size * ROW)
@@ -259,10 +259,8 @@ def compared(v: Any) -> bool:
     return isinstance(v, Tensor) and not isinstance(v, DTensor) and not v.is_meta and v.numel() > 0
 
 
-def dense(t: Tensor) -> Tensor:
-    """A tensor, or of a sparse one the bytes of all that it consists of."""
-    if t.layout not in SPARSE:
-        return t
+def bytes_of(t: Tensor) -> Tensor:
+    """The bytes of all that a sparse tensor consists of."""
     parts = [part(t) for part in SPARSE[t.layout]]
     return torch.cat([p.detach().resolve_conj().contiguous().flatten().view(torch.uint8) for p in parts])
 

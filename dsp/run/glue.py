@@ -28,7 +28,7 @@ from dsp.run.functions import Intercepting
 from dsp.run.gradient_hooks import GradientHook
 from dsp.run.lookup import InTurn, NoKey
 from dsp.run.recipes import PreparedCall, Recipe, RuledCall, derive, key_of
-from dsp.run.whole import Again, GlueOnWholes, in_backward, of_type, parted, sharded_in, writes
+from dsp.run.whole import Again, GlueOnWholes, in_backward, parted, sharded_in, writes
 from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
@@ -64,8 +64,10 @@ class Glue(GlueOnWholes):
             node = run.in_turn(recipe.alike)
             recipe = recipe.made.get(node.index)
         if type(recipe) is torch.dtype:  # of a part it might be a copy, as of one that is not contiguous
-            if of_type(x := tensor_args(args, kwargs)[0], recipe):
-                return x
+            x = tensor_args(args, kwargs)[0]
+            with NO():
+                if x.dtype == recipe:
+                    return x
             recipe = key = None
         if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
@@ -101,7 +103,7 @@ class Glue(GlueOnWholes):
             alike, op.node = run.find(key_of_operation(name, op.args, op.kwargs, run.reads(tensors, shells)))
         run.where = ("glue", op.index, name)
         if op.known and op.node.same and isinstance(tensors[0], Sharded):  # type: ignore[union-attr]
-            if of_type(tensors[0], op.node.same):  # type: ignore[union-attr]
+            if tensors[0].dtype == op.node.same:  # type: ignore[union-attr]
                 run.keep_in_turn(key, alike, op.node, op.node.same)  # type: ignore[union-attr]
                 return tensors[0]
             op.node = key = None  # y.float() of another type than before, as under autocast

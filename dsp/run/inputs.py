@@ -59,17 +59,13 @@ def describe(leaves: list[Any], spec: Any) -> Any:
 
 def described(v: Any) -> Any:
     if isinstance(v, Tensor):
-        return v.shape, v.dtype, v.requires_grad, lies(v)
+        if isinstance(v, DTensor):
+            return v.shape, v.dtype, v.requires_grad, v.placements
+        dense = v.layout != torch.strided or v.is_contiguous()  # else a reshape of it may make a copy
+        return v.shape, v.dtype, v.requires_grad, None if dense else v.stride()
     if isinstance(v, (bool, int, str)) or v is None:
         return type(v), v
     return type(v).__qualname__
-
-
-def lies(t: Tensor) -> Any:
-    """Where a tensor lies: on which ranks; or in memory, which decides whether a reshape of it makes a copy."""
-    if isinstance(t, DTensor):
-        return t.placements
-    return t.stride() if t.layout == torch.strided and not t.is_contiguous() else None
 
 
 def given_cuts(signature: Signature | None, args: Any, kwargs: Any) -> dict[str, Cut]:

@@ -1,12 +1,14 @@
 """Sharded tensors that a model keeps between calls, such as a cache of keys: where they are, and how they lie.
 
-A plan is made for inputs of one signature, and for what earlier calls left as they left it.
+A plan is made for inputs of one signature, and for what earlier calls left as they left it. Objects among the inputs
+stay as they are, for a forward may write into them; so a leaf of autograd in one is refused.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +37,26 @@ def paths_to(wanted: Iterable[Tensor], *roots: Any) -> list[Path]:
     return found
 
 
+def refuse_leaves(inputs: Iterable[Any]) -> None:
+    """Raise TypeError if an object among the inputs holds a tensor that is to get a gradient of its own.
+
+    Parameters, whose gradients the caller averages over ranks, and what was computed from these, may be there.
+    """
+    waiting, seen = [(it, type(it), 0) for it in inputs if not isinstance(it, Tensor)], set[int]()
+    while waiting:
+        it, kind, deep = waiting.pop()
+        if isinstance(it, Tensor):
+            if it.requires_grad and it.is_leaf and not isinstance(it, nn.Parameter):
+                raise TypeError(
+                    f"an object among the inputs, a {kind.__name__}, holds a tensor of shape {tuple(it.shape)} that "
+                    "requires a gradient, and would get that of this rank's shard alone: expected such a tensor as an "
+                    "argument of its own, or in a list, tuple or dict"
+                )
+        elif id(it) not in seen and deep < DEEP and not isinstance(it, nn.Module):
+            seen.add(id(it))
+            waiting.extend((value, kind, deep + 1) for _, value in steps(it))
+
+
 def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
     """Steps that lead on from an object, each with the value that it leads to."""
     if isinstance(it, nn.Module):
@@ -42,9 +64,9 @@ def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
         return [(("attr", k), v) for k, v in (own | children_of(it)).items()]
     if isinstance(it, (list, tuple, deque)):
         return [(("item", i), v) for i, v in enumerate(it)]
-    if isinstance(it, dict):
+    if isinstance(it, Mapping):
         return [(("item", k), v) for k, v in it.items()]
-    if isinstance(it, (Tensor, type)) or of_library(type(it)):
+    if isinstance(it, (Tensor, type)) or (of_library(type(it)) and not isinstance(it, SimpleNamespace)):
         return []
     return [(("attr", k), v) for k, v in getattr(it, "__dict__", {}).items()]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -181,9 +180,9 @@ class GlueOnWholes(Between):
             raise GlueError(WRITES.format(name=what.name))
         _, node = run.find(key_of_operation(what.name, args, kwargs, run.reads(tensors, shells)))
         if node is not None and node.same and node.exact and isinstance(shells[0], Sharded):
-            if of_type(shells[0], node.same):
+            if node.same == shells[0].dtype:
                 return shells[0]
-            node = None
+            node = None  # y.float() of another type than before, as under autocast
         op = GlueCall(run, node, func, what, args, kwargs, tensors, shells)
         run.where = ("glue", op.index, what.name)
         whole: list[Cut | None] = [None] * len(tensors)
@@ -232,11 +231,6 @@ def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | No
 def writes(op: GlueCall, parts: Sequence[Tensor], cuts: Sequence[Cut | None]) -> Any:
     """The context of `Writes.around` for an operation that runs on these parts."""
     return op.run.writes.around(op.what.name, op.what.in_place, op.tensors, op.shells, parts, cuts)
-
-
-def of_type(t: Tensor, dtype: torch.dtype) -> bool:
-    with NO():
-        return t.dtype == dtype
 
 
 def dtensors(args: Any, kwargs: Any) -> bool:
