@@ -68,7 +68,8 @@ storage_id = attrgetter("_cdata")  # of a storage: its address
 base_of = attrgetter("_base")  # of a view: its base
 version_of = attrgetter("_version")  # of a tensor: the number of writes
 is_view = Tensor._is_view
-values_of = Tensor._values  # of a sparse tensor: the stored values
+forward_level = attrgetter("_current_level")  # of torch.autograd.forward_ad: -1 outside of it
+indices_of, values_of = Tensor._indices, Tensor._values  # of a sparse tensor, as stored
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
@@ -122,14 +123,15 @@ def uncompiled(func: Any) -> Any:
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """A fake tensor or parameter of the shape of `like`, contiguous, as ``torch.empty`` makes it under the mode.
+    """A fake tensor or parameter of the shape of `like`, as ``torch.empty_strided`` makes it under the mode.
 
     It takes a tenth of the time, which counts since every trace makes one for each parameter of the model. device: by
     default that of `like`, and the CPU for the meta device.
     """
     device = device or (torch.device("cpu") if like.is_meta else like.device)
     with no_dispatch():
-        empty = torch.empty(tuple(like.shape), dtype=dtype, device="meta")
+        stride = like.stride() if like.layout == torch.strided else torch.empty(like.shape, device="meta").stride()
+        empty = torch.empty_strided(tuple(like.shape), stride, dtype=dtype, device="meta")
     new = FakeTensor(mode, empty, device).requires_grad_(like.requires_grad)
     if isinstance(like, nn.Parameter):
         new._is_param = True  # all that nn.Parameter does to a new tensor
@@ -343,10 +345,12 @@ __all__ = [
     "context_of",
     "dtensor",
     "fake_tensor",
+    "forward_level",
     "function_of",
     "get_unwrapped",
     "graph_of",
     "hooks_of",
+    "indices_of",
     "is_functorch_wrapped_tensor",
     "is_view",
     "joined_axes",

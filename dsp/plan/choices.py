@@ -81,7 +81,7 @@ class Choices(Values):
             return
         self.used(node.operands, syms)
         if node.returned == "tensor" and node.results[0].number == node.operands[0].number and not node.in_place:
-            facts.same = True
+            facts.same = node.operands[0].dtype
             return
         if node.in_place and syms[0] is not None:
             raise GlueError(WRITES.format(name=node.name))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsp.layout import Cut
@@ -105,14 +106,14 @@ class Event:
 class NodeFacts:
     """The facts of a node that a run needs beside its decision.
 
-    values: the value that each tensor read belongs to (None: replicated); same: the node returns its first argument
-    unchanged; copied: it looks like a view but makes a value of its own; fresh: it might return a view but allocates
-    memory.
+    values: the value that each tensor read belongs to (None: replicated); same: the dtype of the first argument, if
+    the node returns it unchanged; copied: it looks like a view but makes a value of its own; fresh: it might return a
+    view but allocates memory.
     """
 
     node: OperationNode | StageNode
     values: list[int | None]
-    same: bool = False
+    same: torch.dtype | None = None
     copied: bool = False
     fresh: bool = False
 

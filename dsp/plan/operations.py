@@ -117,7 +117,7 @@ class Operations(Choices):
             self.compiled |= dict.fromkeys(node.compiled)
             itself = node.returned == "tensor" and node.results[0].number == tracked[0].number
             if name in SAME and itself and not draws(name, node.args, node.kwargs):
-                op.facts.same = True
+                op.facts.same = tracked[0].dtype
             elif node.returned != "unsupported":
                 self.glue(op)
         elif name in FILLED and node.returned == "tensor":

@@ -108,16 +108,16 @@ class PlannedNode:
     """A node of the record, with its decision.
 
     index: its position among the operations, or among the stage calls, of the record; results: the numbers of the
-    tensors that it returns; same: it returns its first argument unchanged; copied: it looks like a view but makes a
-    value of its own; fresh: it might return a view but allocates memory; exact: its full key was found, not only its
-    sharded tensors (`Script.loosely`).
+    tensors that it returns; same: the dtype of its first argument, if it returns that unchanged; copied: it looks like
+    a view but makes a value of its own; fresh: it might return a view but allocates memory; exact: its full key was
+    found, not only its sharded tensors (`Script.loosely`).
     """
 
     name: str
     index: int
     step: Any = None  # StageStep | GlueStep; None: it asks for nothing
     results: tuple[int, ...] = ()
-    same: bool = False
+    same: torch.dtype | None = None
     copied: bool = False
     fresh: bool = False
     exact: bool = True

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsp.layout import Axis
-from dsp.private import all_gather
+from dsp.private import all_gather, indices_of, values_of
 from dsp.run.inputs import named
 
 SLOTS = 15  # checksums of input tensors; the last slot combines all further tensors
@@ -30,6 +30,11 @@ PLAIN = (str, int, float, tuple, list, type(None))  # types whose repr contains 
 ROWS = 64  # rows of a tensor with different weights in its checksum
 SMALL = 2**16  # bytes up to which one call of zlib is faster than four of torch
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPARSE = {  # what a sparse tensor consists of
+    torch.sparse_coo: (indices_of, values_of),
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
+}
 OF_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.cfloat, torch.cdouble})
 
 
@@ -174,7 +179,7 @@ class Agreement:
         due = self.calls & (self.calls - 1) == 0 or self.calls % EVERY == 0
         weights = replicated(self.axis, self.model) if due else []
         checked = [i for i, v in enumerate(leaves) if compared(v)]
-        whole = [leaves[i] for i in checked]
+        whole = [leaves[i] if leaves[i].layout not in SPARSE else bytes_of(leaves[i]) for i in checked]
         if self.device == "cuda":
             mine = self.on_device(number, whole, weights)
             everyone = mine.new_empty(self.axis.size * ROW)
@@ -255,6 +260,12 @@ class Agreement:
 def compared(v: Any) -> bool:
     """Tell whether a value is compared: a plain tensor with data. DTensors hold a different shard on each rank."""
     return isinstance(v, Tensor) and not isinstance(v, DTensor) and not v.is_meta and v.numel() > 0
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    """The bytes of all that a sparse tensor consists of."""
+    parts = [part(t) for part in SPARSE[t.layout]]
+    return torch.cat([p.detach().resolve_conj().contiguous().flatten().view(torch.uint8) for p in parts])
 
 
 def on_host(number: int, tensors: list[Tensor]) -> list[int]:

@@ -33,8 +33,6 @@ from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
 
-SAME = "same"  # the recipe of an operation that returns its first argument unchanged
-
 
 class Glue(GlueOnWholes):
     """The mode of a run whose operations between stages run on local shards, if they have a rule."""
@@ -63,8 +61,12 @@ class Glue(GlueOnWholes):
         if type(recipe) is InTurn:
             node = run.in_turn(recipe.alike)
             recipe = recipe.made.get(node.index)
-        if recipe is SAME:  # not called on the shard, where it might copy, as .contiguous() does
-            return tensor_args(args, kwargs)[0]
+        if type(recipe) is torch.dtype:  # not called on the shard, where it might copy, as .contiguous() does
+            x = tensor_args(args, kwargs)[0]
+            with NO():
+                if x.dtype == recipe:
+                    return x
+            recipe = key = None
         if run.coming and what.name in LOOKS and not looks(func, what.name, recipe, args, kwargs):
             run.arrive(tensor_args(args, kwargs))
         if recipe is not None and not run.writes.stale:
@@ -94,13 +96,15 @@ class Glue(GlueOnWholes):
         """Run an operation that has no recipe yet, and keep its recipe under `key`."""
         run, tensors, shells, name = op.run, op.tensors, op.shells, op.what.name
         run.refuse_graph()
-        alike = None if op.node is None else run.recipes[key].alike
+        alike = None if op.node is None or key is None else run.recipes[key].alike
         if op.node is None:
             alike, op.node = run.find(key_of_operation(name, op.args, op.kwargs, run.reads(tensors, shells)))
         run.where = ("glue", op.index, name)
         if op.known and op.node.same and isinstance(tensors[0], Sharded):  # type: ignore[union-attr]
-            run.keep_in_turn(key, alike, op.node, SAME)
-            return tensors[0]
+            if tensors[0].dtype == op.node.same:  # type: ignore[union-attr]
+                run.keep_in_turn(key, alike, op.node, op.node.same)  # type: ignore[union-attr]
+                return tensors[0]
+            op.node = key = None  # y.float() of another type than before, as under autocast
         if any(type(t) is FakeTensor for t in tensors) and any(type(s) is Sharded for s in shells):
             raise GlueError(f"{name}() {KEPT}")
         if op.step is not None and op.step.cuts is not None and not fit(op.step.cuts, tensors):

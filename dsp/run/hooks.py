@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dsp.calls import GlueError
 from dsp.plan.skeleton import foreign
 from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
+from dsp.run.stage_calls import StageCalls
 from dsp.sharded import ACTIVE, Sharded, plain
 
 
@@ -31,12 +32,17 @@ def settle(
             after.move_to_end(post)
     for hooks in filter(None, between):
         for key, hook in hooks.items():
-            if not isinstance(hook, Aside) and foreign(hook):
+            if not isinstance(hook, Aside) and foreign(hook) and not of_another(hook):
                 hooks[key] = Aside(hook)
     for hooks in filter(None, backward):
         for key, hook in hooks.items():
             if not isinstance(hook, Looking):
                 hooks[key] = Looking(hook)
+
+
+def of_another(hook: Any) -> bool:
+    """Tell whether a hook is that of a stage of another parallelized model: in a run of ours it does nothing."""
+    return isinstance(getattr(getattr(hook, "func", None), "__self__", None), StageCalls)
 
 
 class Looking:

@@ -59,8 +59,10 @@ def describe(leaves: list[Any], spec: Any) -> Any:
 
 def described(v: Any) -> Any:
     if isinstance(v, Tensor):
-        placed = v.placements if isinstance(v, DTensor) else None
-        return v.shape, v.dtype, v.requires_grad, placed
+        if isinstance(v, DTensor):
+            return v.shape, v.dtype, v.requires_grad, v.placements
+        dense = v.layout != torch.strided or v.is_contiguous()  # else a reshape of it may make a copy
+        return v.shape, v.dtype, v.requires_grad, None if dense else v.stride()
     if isinstance(v, (bool, int, str)) or v is None:
         return type(v), v
     return type(v).__qualname__

@@ -1,14 +1,17 @@
 """Sharded tensors that a model keeps between calls, such as a cache of keys: their paths and layouts.
 
-A plan is made for inputs of one signature, and for kept tensors in the layouts in which earlier calls left them.
+A plan is made for inputs of one signature, and for kept tensors in the layouts in which earlier calls left them. Objects
+among the inputs are passed as they are, since a forward may write into them; so a leaf of autograd in one is refused.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +38,26 @@ def paths_to(wanted: Iterable[Tensor], *roots: Any) -> list[Path]:
     return found
 
 
+def refuse_leaves(inputs: Iterable[Any]) -> None:
+    """Raise TypeError if an object among the inputs holds a tensor that is to get a gradient of its own.
+
+    Parameters, whose gradients the caller averages over ranks, and what was computed from these, may be there.
+    """
+    waiting, seen = [(it, type(it), 0) for it in inputs if not isinstance(it, Tensor)], set[int]()
+    while waiting and torch.is_grad_enabled():
+        it, kind, deep = waiting.pop()
+        if isinstance(it, Tensor):
+            if it.requires_grad and it.is_leaf and not isinstance(it, nn.Parameter):
+                raise TypeError(
+                    f"an object among the inputs, a {kind.__name__}, holds a tensor of shape {tuple(it.shape)} that "
+                    "requires a gradient, and would get that of this rank's shard alone: expected such a tensor as an "
+                    "argument of its own, or in a list, tuple or dict"
+                )
+        elif id(it) not in seen and deep < DEEP and not isinstance(it, nn.Module):
+            seen.add(id(it))
+            waiting.extend((value, kind, deep + 1) for _, value in steps(it))
+
+
 def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
     """The steps from an object to its attributes or items, each with the value found there."""
     if isinstance(it, nn.Module):
@@ -42,9 +65,9 @@ def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
         return [(("attr", k), v) for k, v in (own | children_of(it)).items()]
     if isinstance(it, (list, tuple, deque)):
         return [(("item", i), v) for i, v in enumerate(it)]
-    if isinstance(it, dict):
+    if isinstance(it, Mapping):
         return [(("item", k), v) for k, v in it.items()]
-    if isinstance(it, (Tensor, type)) or of_library(type(it)):
+    if isinstance(it, (Tensor, type)) or (of_library(type(it)) and not isinstance(it, SimpleNamespace)):
         return []
     return [(("attr", k), v) for k, v in getattr(it, "__dict__", {}).items()]
 

@@ -37,6 +37,7 @@ from dsp.private import (
     backward_hooks_of,
     compiled_call,
     compiler_loaded,
+    forward_level,
     hooks_of,
     maybe_current_level,
     uncompiled,
@@ -53,7 +54,7 @@ from dsp.run.inputs import (
     taken_apart,
     without_data,
 )
-from dsp.run.kept import Path, lying, paths_to
+from dsp.run.kept import Path, lying, paths_to, refuse_leaves
 from dsp.run.lookup import NUMBERS
 from dsp.run.notes import add_note
 from dsp.run.piecewise import PieceCalls, in_pieces
@@ -226,11 +227,12 @@ class FullRuntime(Runtime):
             refuse_compiling()
         if ACTIVE.get() is not None:
             return self.forward(*args, **kwargs)
-        if maybe_current_level() is not None or torch.jit.is_tracing() or is_exporting():
+        forward_mode = forward_level(torch.autograd.forward_ad) >= 0
+        if maybe_current_level() is not None or forward_mode or torch.jit.is_tracing() or is_exporting():
             raise RuntimeError(
-                f"a parallelized {type(self.model).__name__} cannot run under torch.vmap, torch.func, torch.jit.trace "
-                "or torch.export: the collectives of its ranks would be missing. Call it as it is; for gradients use "
-                "backward or torch.autograd.grad"
+                f"a parallelized {type(self.model).__name__} cannot run under torch.vmap, torch.func, forward-mode AD, "
+                "torch.jit.trace or torch.export: the collectives of its ranks would be missing. Call it as it is; for "
+                "gradients use backward or torch.autograd.grad"
             )
         if not self.idle.acquire(blocking=False):
             raise RuntimeError(
@@ -251,6 +253,8 @@ class FullRuntime(Runtime):
         if AsyncCollectiveTensor in map(type, leaves):
             args, kwargs = map_tensors((args, kwargs), [*map(waited, tensors_in((args, kwargs)))])
             leaves, spec = taken_apart(args, kwargs)
+        if not isinstance(spec, tuple):
+            refuse_leaves(leaves)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         if self.kept:
             key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept))

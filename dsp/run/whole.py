@@ -180,7 +180,9 @@ class GlueOnWholes(Between):
             raise GlueError(WRITES.format(name=what.name))
         _, node = run.find(key_of_operation(what.name, args, kwargs, run.reads(tensors, shells)))
         if node is not None and node.same and node.exact and isinstance(shells[0], Sharded):
-            return shells[0]
+            if node.same == shells[0].dtype:
+                return shells[0]
+            node = None  # y.float() of another type than before, as under autocast
         op = GlueCall(run, node, func, what, args, kwargs, tensors, shells)
         run.where = ("glue", op.index, what.name)
         whole: list[Cut | None] = [None] * len(tensors)

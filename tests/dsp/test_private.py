@@ -292,6 +292,9 @@ def transforms() -> None:
     assert wrapped
     assert hidden is x
     assert private.maybe_current_level() is None
+    assert private.forward_level(torch.autograd.forward_ad) < 0
+    with torch.autograd.forward_ad.dual_level():
+        assert private.forward_level(torch.autograd.forward_ad) == 0
     assert not private.is_functorch_wrapped_tensor(x)
 
 
@@ -389,7 +392,8 @@ def tensors() -> None:
     ids = [private.storage_id(t.untyped_storage()) for t in (x, view, torch.zeros(4))]
     assert ids[0] == ids[1] != ids[2]
     assert private.schema_of(torch.ops.aten.add_.Tensor).is_mutable
-    assert private.values_of(torch.eye(2).to_sparse()).shape == (2,)
+    sparse = torch.eye(2).to_sparse()
+    assert (private.indices_of(sparse).shape, private.values_of(sparse).shape) == ((2, 2), (2,))
 
 
 ALONE = [

@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import shutil
 import warnings
+from collections import UserDict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -624,6 +626,63 @@ def test_models_inside_models(mesh: DeviceMesh) -> None:
     dsp.parallelize(model, mesh)
     beside(single, objective, mesh, {"noise": noise, **kwargs}, loss=dsp.mean)
     torch.testing.assert_close(model(**kwargs), single.model(**kwargs))
+
+
+@pytest.mark.parametrize("mesh", [3])
+def test_a_model_inside_of_one_made_parallel_later_still_runs_alone(mesh: DeviceMesh) -> None:
+    single = nn.Sequential(toys.Glued(lambda x: x.flip(1)), nn.Linear(toys.C, toys.C)).double()
+    model, x = copy.deepcopy(single), torch.randn(1, 7, 5, toys.C, dtype=torch.float64)
+    dsp.parallelize(model[0], mesh)
+    dsp.parallelize(model, mesh, {"": "input=b t s c"})
+    for _ in range(2):
+        beside(single, model, mesh, (x,))
+        torch.testing.assert_close(model[0](x), single[0](x))
+
+
+class Graph(toys.SpaceTime):
+    """Messages along the edges of a graph of patches."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, x, edges: m.time(torch.stack([torch.sparse.mm(edges, y) for y in x[0]])[None]))
+
+
+def test_a_sparse_input_is_the_same_on_all_ranks(mesh: DeviceMesh) -> None:
+    single, edges = Graph().double(), torch.randn(5, 5, dtype=torch.float64).relu()
+    model, x = dsp.parallelize(copy.deepcopy(single), mesh), torch.randn(1, 7, 5, toys.C, dtype=torch.float64)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x, edges.to_sparse()), single(x, edges.to_sparse()))
+        with pytest.raises(RuntimeError, match="another 'args'"):
+            for _ in range(2):
+                model(x, (edges if mesh.get_local_rank() == 0 else edges.T).to_sparse())
+
+
+@dataclasses.dataclass
+class Condition:
+    bias: Tensor
+
+
+@pytest.mark.parametrize("holds", [Condition, UserDict, SimpleNamespace], ids=lambda holds: holds.__name__)
+def test_a_leaf_in_an_object_is_refused_and_a_parameter_is_not(mesh: DeviceMesh, holds: Any) -> None:
+    def shifted(m: toys.SpaceTime, x: Tensor, given: Any) -> Tensor:
+        bias = given["bias"] if isinstance(given, UserDict) else given.bias
+        return m.time(m.space(x) + bias)
+
+    single = toys.SpaceTime(shifted, bias=nn.Parameter(torch.randn(toys.C))).double()
+    model, x = dsp.parallelize(copy.deepcopy(single), mesh), torch.randn(1, 5, 7, toys.C, dtype=torch.float64)
+    for m in (single, model):
+        m(x, holds(bias=m.bias * 2)).square().mean().backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    with torch.no_grad():
+        model(x, holds(bias=torch.randn(toys.C, dtype=torch.float64, requires_grad=True)))
+    with pytest.raises(TypeError, match=f"a {holds.__name__}, holds a tensor of shape"):
+        model(x, holds(bias=torch.randn(toys.C, dtype=torch.float64, requires_grad=True)))
+
+
+def test_forward_mode_is_refused(mesh: DeviceMesh) -> None:
+    model, x = dsp.parallelize(toys.Glued(), mesh), torch.randn(1, 7, 5, toys.C)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode AD"):
+        model(x)
 
 
 class Listed(nn.Module):

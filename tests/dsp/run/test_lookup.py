@@ -135,6 +135,24 @@ def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(mesh: Device
     assert heard.texts == []
 
 
+def casting(m: toys.SpaceTime, x: Tensor) -> Tensor:
+    y = m.proj(m.space(x))
+    z = y.float()
+    m.seen = y.dtype, z.dtype, z.float().dtype
+    return m.time(z)
+
+
+@pytest.mark.parametrize("half_first", [False, True])
+def test_a_cast_that_did_nothing_when_it_was_planned_is_one_under_autocast(mesh: DeviceMesh, half_first: bool) -> None:
+    """A plan does not know autocast, nor the type of weights: a cast is one where its tensor is of another type."""
+    single = toys.SpaceTime(casting, proj=nn.Linear(toys.C, toys.C), seen=None)
+    model, x = dsp.parallelize(copy.deepcopy(single), mesh), torch.randn(1, 5, 6, toys.C)
+    for half in (half_first, not half_first, half_first, not half_first):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            torch.testing.assert_close(model(x), single(x), rtol=1e-2, atol=1e-2)
+        assert model.seen == single.seen == (torch.bfloat16 if half else torch.float32, torch.float32, torch.float32)
+
+
 def doubling(m: toys.SpaceTime, x: Tensor) -> Tensor:
     """A second pass over the stages in every other call, on another tensor than the plan has for them."""
     y = m.time(m.space(x))

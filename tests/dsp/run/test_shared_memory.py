@@ -95,6 +95,25 @@ def test_what_shares_memory_sees_a_write(mesh: DeviceMesh, glue: Callable[[Shari
     exact(Sharing(glue).double(), mesh, (x,), gather=False, rounds=2)
 
 
+def dense(m: Sharing, x: Tensor) -> Tensor:
+    y = x * 2
+    z, w = y.contiguous(), y.flatten(2)
+    z.mul_(3)
+    w.add_(1)
+    return m.time(y + z) + w.view(y.shape)
+
+
+@pytest.mark.parametrize("mesh", [2, 3], indirect=True)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_an_input_may_lie_otherwise_in_memory_so_that_copies_are_views(mesh: DeviceMesh, order: list[int]) -> None:
+    single = Sharing(dense).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    for dims in (order, (0, 1, 2, 3), (0, 2, 1, 3), order):  # each swap is its own inverse
+        x = torch.randn([(2, 7, 5, C)[d] for d in dims], dtype=torch.float64).permute(dims)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), single(x))
+
+
 def test_a_write_into_a_copy_is_refused(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(Sharing(written_after), mesh, gather_output=False)
     with pytest.raises(dsp.GlueError, match="wrote in place into a copy"):
