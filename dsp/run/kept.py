@@ -1,7 +1,8 @@
 """Sharded tensors that a model keeps between calls, such as a cache of keys: their paths and layouts.
 
-A plan is made for inputs of one signature, and for kept tensors in the layouts in which earlier calls left them. Objects
-among the inputs are passed as they are, since a forward may write into them; so a leaf of autograd in one is refused.
+A plan is made for inputs of one signature, and for kept tensors in the layouts in which earlier calls left them.
+Objects among the inputs are passed as they are, since a forward may write into them; so a leaf of autograd in one is
+refused.
 """
 
 from __future__ import annotations
