@@ -132,7 +132,7 @@ class Run(Lookup):
             )
         made = self.carry(connected_local(t), cut, shape, copy_source(t))
         if id(t) in self.declared:
-            made.number = self.first + self.declared[id(t)]
+            made.number = self.first + self.declared[id(t)][1]
         else:
             self.met(made)
         self.opened[id(t)] = t, made

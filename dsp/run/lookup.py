@@ -39,7 +39,7 @@ class Lookup:
         self.script, self.recipes, self.first, self.turns = script, recipes, first, dict(turns)
         self.on_wholes = script.on_wholes if script is not None else frozenset[str]()
         self.unknown: Where | None = None  # the forward's first stage call or operation that is not in the script
-        self.declared: dict[int, int] = {}  # the numbers of declared inputs passed as DTensors, by the DTensor's id
+        self.declared: dict[int, tuple[DTensor, int]] = {}  # by id: declared inputs passed as DTensors, with numbers
 
     def reads(self, tensors: Sequence[Tensor], shells: Sequence[Sharded | None]) -> list[Read]:
         """The tensors of a node in the form that keys use."""
@@ -76,7 +76,7 @@ class Lookup:
             if number is not None and isinstance(b.tensor, Sharded):
                 b.tensor.number = self.first + number
             elif number is not None and isinstance(b.tensor, DTensor):
-                self.declared[id(b.tensor)] = number
+                self.declared[id(b.tensor)] = b.tensor, number
 
     def met(self, t: Sharded) -> None:
         """Number a tensor that an earlier call left behind, such as a cache."""

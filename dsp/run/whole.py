@@ -254,13 +254,14 @@ def sharded_in(args: Any, kwargs: Any) -> list[Sharded]:
 def in_backward(run: Run, script: Script | None) -> Again:
     """A context in which backward runs operations between stages as this run does, by `script`."""
     axis, sizes, first, turns, current = run.axis, run.root_sizes, run.first, dict(run.turns), ACTIVE.get()
+    declared = run.declared
     assert current is not None
     runtime = current[0]
 
     @contextmanager
     def again() -> Iterator[Run]:
         repeated = Run(axis, script, sizes, runtime.recipes, first, turns)
-        repeated.again = True
+        repeated.again, repeated.declared = True, dict(declared)
         with active(runtime, repeated):
             yield repeated
 
@@ -281,10 +282,15 @@ def note_checkpoint(run: Run) -> None:
         with again() as repeated, observing(traffic_check.again(repeated) if traffic_check is not None else None):
             yield
 
-    lay = [(t.at, t.number) if isinstance(t, Sharded) else None for t in checkpoint_arguments(frame)]
+    arguments = checkpoint_arguments(frame)
+    lay = [(t.at, t.number) if isinstance(t, Sharded) else None for t in arguments]
+    declared = [run.declared.get(id(t)) for t in arguments]
 
     def given(args: Sequence[Any]) -> Sequence[Any]:
-        first = len(args) - len(lay)
+        first, (_, repeated) = len(args) - len(lay), ACTIVE.get() or (None, run)
+        for a, known in zip(args[first:], declared):  # the saved DTensor of an argument is another one
+            if known is not None and isinstance(a, DTensor):
+                repeated.declared[id(a)] = a, known[1]
         found = zip(args[first:], lay)
         return *args[:first], *(carry(a, *at) if at is not None and type(a) is Tensor else a for a, at in found)
 

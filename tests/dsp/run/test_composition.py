@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import dsp
+from dsp.run.stage_calls import StageCalls
 from dsp.stages import find_modules
 from tests.support import toys
 from tests.support.beside import averaged, beside, exact, same, unsharded, weighted
@@ -797,6 +798,43 @@ def kept_elsewhere(m: toys.SpaceTime, x: Tensor) -> Tensor:
 def test_the_arguments_of_a_checkpoint_stay_sharded_whoever_keeps_them(mesh: DeviceMesh, build: Any) -> None:
     x = torch.randn(1, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
     exact(toys.SpaceTime(build).double(), mesh, (x,), rounds=2)
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask[..., None]).sin()
+
+
+class MaskedBlock(nn.Module):
+    """A checkpoint of two stages that read a mask, an input of the model."""
+
+    stages = {"": "x=b t s c, mask=b t s", "space": "b t [s c], mask=b t s", "time": "b [t] s [c], mask=b t s"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = Masked(), Masked()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return checkpoint(lambda x, m: self.time(self.space(x, m), mask) + m[..., None], x, mask, use_reentrant=False)
+
+
+def test_a_recomputation_finds_the_plan_of_stages_that_read_sharded_inputs(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    decided = StageCalls.decision
+
+    def decision(self: Any, run: Any, *call: Any) -> Any:
+        made = decided(self, run, *call)
+        found.append(made.node and made.node.index)
+        return made
+
+    monkeypatch.setattr(StageCalls, "decision", decision)
+    model = dsp.parallelize(MaskedBlock(), mesh, gather_output=False)
+    x = torch.randn(1, 7, 5, toys.C, requires_grad=True)
+    for _ in range(2):
+        dsp.mean(model(dsp.split(x, mesh, 1), dsp.split(torch.rand(1, 7, 5), mesh, 1))).backward()
+    assert found == [0, 1] * 4
 
 
 def test_reentrant_checkpointing_is_refused(mesh: DeviceMesh) -> None:
