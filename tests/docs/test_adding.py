@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from zoo.outside import outside
 from zoo.training import UserError, complete
 from zoo.training import config as cfg
 from zoo.training.model import without_weights
+from zoo.training.show.video import Show
 from zoo.training.tasks.video import Lookups
 
 BLOCKS = [block for name in ("adding", "adding-data") for block in blocks(ROOT / f"docs/{name}.md")]
@@ -158,16 +160,34 @@ def test_a_data_set_that_lacks_something_says_what(name):
 
 def test_clips_from_a_list():
     x = torch.arange(2 * 5 * 2 * 2.0).view(2, 5, 2, 2)
-    for items in ([x], iter([x]), [(x, 3)], [{"x": x, "label": torch.tensor(3)}]):
-        found = Clips(items, classes=4).clip(0, 0, range(1, 3))
+    for items, label in ([x], None), (iter([x]), None), ([(x, 3)], 3), ([{"x": x, "label": torch.tensor(3)}], 3):
+        found = Clips(items, classes=None if label is None else 4).clip(0, 0, range(1, 3))
         assert torch.equal(found["x"], x[:, 1:3])
-        assert found["label"] in (None, 3)
+        assert found["label"] == label
+    for item, message in (
+        ((x, 4), "a class from 0 to 3, got 4"),
+        (x, "a class from 0 to 3, got None"),
+        ({"x": x, "y": 1}, "a dict of x and label, got one of x, y"),
+    ):
+        with pytest.raises(ValueError, match=f"item 0: expected .*{message}"):
+            Clips([item], classes=4)
     with pytest.raises(ValueError, match=r"item 0: expected a clip .* got a list"):
         Clips([[1]])
     with pytest.raises(ValueError, match=r"item 1 is \[2, 4, 2, 2\] where the first is \[2, 5, 2, 2\]"):
         Clips([x, x[:, :4]]).clip(1, 0)
     with pytest.raises(ValueError, match="list has no clips"):
         Clips([])
+
+
+def test_real_clips_are_of_the_classes_that_validation_has():
+    x = torch.zeros(1, 3, 4, 4)
+    for labels, shown in ([2, 0, 2], [0, 2, 0, 2]), ([1], [1] * 4):
+        data = Clips([(x, label) for label in labels], classes=4)
+        task = SimpleNamespace(validation=data, num_classes=4, clip=(3, 4, 4))
+        show = SimpleNamespace(
+            task=task, config=SimpleNamespace(data=SimpleNamespace(fps=None)), clips=lambda own, *_: own
+        )
+        assert Show.real(show, 4)[0] == shown
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ class Clips:
 
     items: an object with a length and indexing, as a torch Dataset; any other iterable is read once into a list. All
     clips have the size of the first. classes: their number; None: no classes. Every rank loads complete items and keeps
-    its own frames. ValueError: an item is not a clip.
+    its own frames. ValueError: an item is not a clip, or its class is not one of these.
     """
 
     def __init__(self, items: Iterable[Any], classes: int | None = None) -> None:
@@ -32,11 +32,17 @@ class Clips:
     def item(self, index: int) -> tuple[Tensor, int | None]:
         found = self.items[index]
         if isinstance(found, dict):
+            if not found.keys() <= {"x", "label"}:
+                raise ValueError(
+                    f"item {index}: expected a dict of x and label, got one of {', '.join(map(str, found))}"
+                )
             found = found.get("x"), found.get("label")
         x, label = found if isinstance(found, tuple) else (found, None)
         if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
             said = f"a tensor {list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ValueError(f"item {index}: expected a clip [c, t, h, w] of floating-point numbers, got {said}")
+        if self.num_classes is not None and (label is None or not 0 <= int(label) < self.num_classes):
+            raise ValueError(f"item {index}: expected a class from 0 to {self.num_classes - 1}, got {label}")
         return x, None if label is None else int(label)
 
     def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:

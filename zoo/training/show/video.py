@@ -71,11 +71,11 @@ class Show(task.Show):
         """Validation clips of one size, always the same: their conditions, the clips (n c t h w), frames a second."""
         places = order(0, 0, len(self.task.validation)).tolist()
         chosen = [(places[i % len(places)], i // len(places)) for i in range(count)]
-        if classes := self.task.num_classes:  # one clip of each class in turn
+        if classes := self.task.num_classes:  # one clip in turn of each class that the validation clips have
             of = {i: self.task.validation.clip(i, 0, range(0))["label"] for i in places}
-            turns = {label: [i for i in places if of[i] == label] for label in range(classes)}
-            rounds = [(i % classes, i // classes) for i in range(count)]
-            chosen = [(turns[label][n % len(turns[label])], n // len(turns[label])) for label, n in rounds]
+            turns = [own for label in range(classes) if (own := [i for i in places if of[i] == label])]
+            rounds = [(turns[i % len(turns)], i // len(turns)) for i in range(count if turns else 0)]
+            chosen = [(own[n % len(own)], n // len(own)) for own, n in rounds] or chosen
         clips = [self.task.validation.clip(index, epoch) for index, epoch in chosen]
         fps = self.config.data.fps or FPS
         told = self.clips([clip["label"] or 0 for clip in clips], self.task.clip, fps)
