@@ -410,9 +410,9 @@ def euler(
     """Samples [b, c, t, h, w] of a rectified flow: `steps` Euler steps from `noise` (u = 1) to data (u = 0).
 
     `model(x, timestep, **cond)` predicts x - noise, the opposite if its `flow_sign` is -1, or with `predicts_clean` the
-    clip itself, as it was trained, of which the last step takes all; by default what its own `predicts_clean` says, if it has one. `guidance` other than
-    1 calls it a second time with the values of `uncond` put over those of `cond`. The levels of the steps are even,
-    then `shifted`, as those of training were.
+    clip itself, as it was trained; the last step then ends at the clip that it predicts. By default it is what the
+    model's own `predicts_clean` says, if it has one. `guidance` other than 1 calls it a second time with the values of
+    `uncond` put over those of `cond`. The levels of the steps are even, then `shifted`, as those of training were.
     `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
 
     Frames where `x_mask` [b, t] is False are held: they are those of `clean` [b, c, t, h, w] from the first step to the
