@@ -99,7 +99,7 @@ FAULTS = [
     Fault(
         "a predicted clip is taken for a velocity",
         "zoo/video/diffusion.py",
-        "velocity = (output - x) / max(levels[i], LEAST) if predicts_clean else flow_sign(model) * output",
+        "velocity = (output - x) / levels[i] if predicts_clean else flow_sign(model) * output",
         "velocity = flow_sign(model) * output",
         "zoo/test_diffusion::test_a_predicted_clip_is_a_velocity_too",
     ),

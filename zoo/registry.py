@@ -103,7 +103,7 @@ def from_export(folder: str | Path) -> nn.Module:
     model: Any = create(told["zoo"], **told["config"])
     model.load_state_dict(read_safetensors(file.with_name("model.safetensors")))
     model.objective = told.get("objective", {})
-    model.predicts_clean = model.objective.get("target") == "clean"
+    model.predicts_clean = model.objective.get("prediction") == "clean"
     return model
 
 

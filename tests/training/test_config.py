@@ -243,6 +243,11 @@ def test_shipped_configs_are_sound(path):
         (["model.overrides.num_classes=7"], "the data has 10 classes and the model 7"),
         (["objective.name=iddpm", "objective.shift=3"], "objective.shift is an option of objective.name="),
         (["objective.min_snr=5"], "objective.min_snr is an option of objective.name=iddpm, not of rectified_flow"),
+        (
+            ["objective.name=iddpm", "objective.prediction=clean"],
+            "objective.prediction=clean: a model of objective.name=iddpm predicts noise or velocity; set one of them",
+        ),
+        (["objective.prediction=noise"], "objective.name=rectified_flow predicts velocity or clean"),
         (["model.overrides.num_classes=null", "sample.guidance=2"], "sample.guidance=2.0 needs a model that is told"),
         (["model.overrides.caption_channels=8"], "captions have 26 channels and the model takes 8: set model."),
     ],

@@ -91,11 +91,11 @@ def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
 @pytest.mark.slow
 def test_an_export_knows_what_its_model_predicts(run, capsys):
     """Sampled from its export, a model that predicts clips draws what the run draws; its weights begin no other run."""
-    for target in ("clean", "velocity"):
-        first = run(f"name={target}", *SHORT, f"objective.target={target}")
+    for prediction in ("clean", "velocity"):
+        first = run(f"name={prediction}", *SHORT, *(["objective.prediction=clean"] if prediction == "clean" else []))
         assert export.main([str(first)]) == 0
         model, task = zoo.from_export(first / "export").eval(), cfg.create_task(cfg.load([f"{first}/config.yaml"]))
-        assert (model.predicts_clean, model.objective["target"]) == (target == "clean", target)
+        assert (model.predicts_clean, model.objective["prediction"]) == (prediction == "clean", prediction)
         task.model()
         noise, label = torch.randn(2, 1, *task.clip), torch.tensor([3, 7])
         drawn = task.sampler(task.clip)(export.weights_of(first).eval(), noise, 3, label=label)
@@ -103,7 +103,7 @@ def test_an_export_knows_what_its_model_predicts(run, capsys):
         assert not torch.equal(euler(model, noise, 3, label=label, predicts_clean=not model.predicts_clean), drawn)
     capsys.readouterr()
     run("name=wrong", *SHORT, f"init.weights={first.parent / 'clean/export'}", expect=2)
-    said = "were trained with objective.target=clean (here velocity). Write objective: {target: clean}"
+    said = "were trained with objective.prediction=clean (here velocity). Write objective: {prediction: clean}"
     assert said in capsys.readouterr().err
     with pytest.raises(ValueError, match="is not an export: expected model"):
         zoo.from_export(first)

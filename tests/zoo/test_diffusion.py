@@ -491,5 +491,18 @@ def test_a_predicted_clip_is_a_velocity_too():
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
     samples = [euler(Velocity(clean), noise, 12, shift=2.0, predicts_clean=clean) for clean in (False, True)]
     torch.testing.assert_close(samples[1], samples[0], rtol=1e-4, atol=1e-4)
-    found = euler(lambda x, timestep: torch.full_like(x, 0.25), noise, 5, predicts_clean=True)
-    torch.testing.assert_close(found, torch.full_like(noise, 0.25))
+
+
+def test_the_error_of_a_predicted_clip():
+    """By hand; none if it is the clip, at any level, and then 50 steps lead there, the last one from level 0.02."""
+    torch.manual_seed(0)
+    x, noise = torch.randn(3, 3, 2, 4, 4), torch.randn(3, 3, 2, 4, 4)
+    u, least = torch.tensor([0.01, 0.3, 0.9]), torch.tensor([0.05, 0.3, 0.9])  # as in Li & He's code: t_eps
+    seen = (1 - u.view(-1, 1, 1, 1, 1)) * x + u.view(-1, 1, 1, 1, 1) * noise
+    predicted = (3 * seen).sin()
+    velocity, wanted = ((clip - seen) / least.view(-1, 1, 1, 1, 1) for clip in (predicted, x))
+    loss, weight = RectifiedFlow(lambda x, timestep: (3 * x).sin(), clean=True)(x, noise, u)
+    torch.testing.assert_close(loss, (wanted - velocity) ** 2, rtol=1e-4, atol=1e-4)
+    assert torch.equal(weight, torch.ones_like(x))
+    assert not RectifiedFlow(lambda *_: x, clean=True)(x, noise, u)[0].any()
+    torch.testing.assert_close(euler(lambda *_: x, noise, 50, predicts_clean=True), x)

@@ -24,8 +24,9 @@ GROUND = (0.07, 0.09, 0.15)
 class MovingShapes:
     """Clips [3, frames, height, width] of one shape in motion, values in [-1, 1], with its class 0-15.
 
-    `radius` is the range of its sizes and `speed` of its speeds, in pixels and pixels a frame. All of a clip is a
-    function of (seed, split, epoch, index).
+    `radius` is the range of its sizes and `speed` of its speeds, in pixels and pixels a frame. With a `tilt` of 0 it
+    stands upright, with 1 it is turned any way; in between that share of its turn is left, and of how fast it spins.
+    All of a clip is a function of (seed, split, epoch, index).
     """
 
     num_classes: int | None = len(SHAPES) * len(COLOURS)
@@ -39,6 +40,7 @@ class MovingShapes:
         size: tuple[int, int] = (64, 64),
         radius: tuple[float, float] = (10.0, 15.0),
         speed: tuple[float, float] = (1.0, 4.0),
+        tilt: float = 1.0,
         seed: int = 0,
     ):
         if frames < 1 or not 0 < radius[0] <= radius[1] <= min(size) / 2:
@@ -46,7 +48,7 @@ class MovingShapes:
         if not 0 <= speed[0] <= speed[1]:
             raise ValueError(f"MovingShapes: speed is a range (slowest, fastest) in pixels a frame, got {speed}")
         self.split, self.count, self.frames, self.shape, self.seed = split, count, frames, (3, *size), seed
-        self.radius, self.speed = radius, speed
+        self.radius, self.speed, self.tilt = radius, speed, tilt
 
     def __len__(self) -> int:
         return self.count
@@ -66,9 +68,14 @@ class MovingShapes:
         for f in frame_range(frames, self.frames):
             y = radius + reflect(start_y * room_y + step_y * f, room_y)
             x = radius + reflect(start_x * room_x + step_x * f, room_x)
-            turn = 2 * math.pi * turned + 0.3 * (spin - 0.5) * f
+            turn = upright(corners) + self.tilt * (2 * math.pi * (turned - 0.5) + 0.3 * (spin - 0.5) * f)
             drawn.append(painted(corners, colour, radius, y, x, turn, self.shape)[:, None])
         return {"x": torch.cat(drawn, 1) * 2 - 1, "label": label}
+
+
+def upright(corners: int) -> float:
+    """The angle, from right over down, to a corner of a shape that stands: on an edge, or for the star on two feet."""
+    return -math.pi / 2 + (math.pi / corners if corners and corners % 2 == 0 else 0)
 
 
 def painted(

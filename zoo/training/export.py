@@ -49,7 +49,8 @@ def objective_of(path: Path) -> dict[str, Any]:
     """The settings of the objective that a run was trained with: what its model predicts."""
     with suppress(UserError):  # raised if `path` is not a run
         run, *_ = locate(path)
-        return asdict(cfg.load([str(run / "config.yaml")]).objective)
+        objective: Any = cfg.load([str(run / "config.yaml")]).objective
+        return asdict(objective) | ({"prediction": objective.predicts} if hasattr(objective, "predicts") else {})
     return {}
 
 
@@ -61,8 +62,8 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
     model = weights_of(path, averaged)
     out.mkdir(parents=True, exist_ok=True)
     objective = objective_of(path)
-    if layout == "diffusers" and objective.get("target") == "clean":
-        raise UserError("this run was trained with objective.target=clean, which diffusers' samplers do not know")
+    if layout == "diffusers" and objective.get("prediction") == "clean":
+        raise UserError("this run was trained with objective.prediction=clean, which diffusers' samplers do not know")
     if layout == "diffusers":
         convert = getattr(sys.modules[type(model).__module__], "to_diffusers", None)
         if convert is None:

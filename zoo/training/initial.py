@@ -40,7 +40,7 @@ def source(task: Task) -> nn.Module:
         other: Any = user_error(zoo.from_reference, options.name, state, **known, prefix=f"init.weights={path}: ")
         state, told = other.state_dict(), asdict(other.config)
     refuse_other(task.config, told, model)
-    refuse_other_target(task.config)
+    refuse_other_prediction(task.config)
     current = model.state_dict()
     if wrong := [name for name, mine in ours.items() if state[name].shape != current[mine].shape]:
         shapes = f"{tuple(state[wrong[0]].shape)} there, {tuple(current[ours[wrong[0]]].shape)} here"
@@ -105,15 +105,16 @@ def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
     raise UserError(f"init.weights={config.init.weights} are of a model with {lines}. Write model: {wanted}")
 
 
-def refuse_other_target(config: Any) -> None:
-    """Raise a UserError if the model of an export predicts another target than the configured objective."""
-    path, ours = Path(config.init.weights), getattr(config.objective, "target", None)
+def refuse_other_prediction(config: Any) -> None:
+    """Raise a UserError if the model of an export, of the same objective, predicts something else than configured."""
+    path, ours = Path(config.init.weights), getattr(config.objective, "predicts", None)
     file = (path.parent if path.is_file() else path) / "config.json"
-    theirs = json.loads(file.read_text()).get("objective", {}).get("target") if file.is_file() else None
-    if ours and theirs and ours != theirs:
+    objective = json.loads(file.read_text()).get("objective", {}) if file.is_file() else {}
+    theirs = objective.get("prediction")
+    if ours and theirs and ours != theirs and objective["name"] == config.objective.name:
         raise UserError(
-            f"init.weights={path} were trained with objective.target={theirs} (here {ours}). "
-            f"Write objective: {{target: {theirs}}}"
+            f"init.weights={path} were trained with objective.prediction={theirs} (here {ours}). "
+            f"Write objective: {{prediction: {theirs}}}"
         )
 
 

@@ -145,8 +145,10 @@ class RectifiedFlow(_Objective):
     Noise levels are logit-normal, sigmoid(loc + scale n) with n normal (Esser et al. 2024), or `uniform`; then shifted,
     see `shift_at`. A model that returns 2c channels (learned range) is trained on its first c, as in Open-Sora 1.2.
 
-    With `clean` the model predicts x itself, and its velocity follows from that: noise need not pass through a model
-    whose patches have as many pixels as it has channels (Li & He 2025, arXiv 2511.13720).
+    With `clean` the model predicts x itself, and its velocity is (prediction - x_u) / u: noise need not pass through a
+    model whose patches have as many values as it has channels (Li & He 2025, arXiv 2511.13720, their t being 1 - u).
+    The loss is the error of that velocity, ((x - prediction) / max(u, 0.05))^2, as published: at levels from 0.05 on
+    the same number as that of a model which predicts velocities.
     """
 
     def __init__(
@@ -189,12 +191,12 @@ class RectifiedFlow(_Objective):
             u, conditioning["x_mask"] = u * _per_frame(x_mask), x_mask
         seen = (1 - u) * x + u * noise
         output = self.model(seen, timestep * 1000, **conditioning).narrow(1, 0, x.shape[1]).float()
-        velocity = (output - seen) / u.clamp(min=LEAST) if self.clean else flow_sign(self.model) * output
-        loss = (x - noise - velocity) ** 2
+        error = (x - output) / u.clamp(min=LEAST) if self.clean else x - noise - flow_sign(self.model) * output
+        loss = error**2
         return loss, _per_element(loss, weight, x_mask)
 
 
-LEAST = 0.05  # the noise level below which a predicted clip's velocity is taken as there
+LEAST = 0.05  # the noise level below which the error of a predicted clip weighs no more than there
 
 
 def flow_sign(model: Any) -> int:
@@ -408,9 +410,9 @@ def euler(
     """Samples [b, c, t, h, w] of a rectified flow: `steps` Euler steps from `noise` (u = 1) to data (u = 0).
 
     `model(x, timestep, **cond)` predicts x - noise, the opposite if its `flow_sign` is -1, or with `predicts_clean` the
-    clip itself, as it was trained; by default what its own `predicts_clean` says, if it has one. `guidance` other than
-    1 calls it a second time with the values of `uncond` put over those of `cond`. The levels of the steps are even,
-    then `shifted`, as those of training were.
+    clip itself, as it was trained; the last step then ends at the clip that it predicts. By default it is what the
+    model's own `predicts_clean` says, if it has one. `guidance` other than 1 calls it a second time with the values of
+    `uncond` put over those of `cond`. The levels of the steps are even, then `shifted`, as those of training were.
     `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
 
     Frames where `x_mask` [b, t] is False are held: they are those of `clean` [b, c, t, h, w] from the first step to the
@@ -427,7 +429,7 @@ def euler(
     for i in range(steps):
         timestep = torch.full((len(x),), 1000 * levels[i], device=x.device)
         output = predict(x, timestep)
-        velocity = (output - x) / max(levels[i], LEAST) if predicts_clean else flow_sign(model) * output
+        velocity = (output - x) / levels[i] if predicts_clean else flow_sign(model) * output
         x = hold(x + (levels[i] - levels[i + 1]) * velocity, clean)
         if on_step is not None:
             on_step(i + 1, steps)

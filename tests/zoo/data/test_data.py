@@ -19,7 +19,7 @@ from tests.support.refusals import refused
 from zoo.data import progress, video_folder
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
-from zoo.data.shapes import COLOURS, GROUND, NAMES, MovingShapes
+from zoo.data.shapes import COLOURS, GROUND, NAMES, SHAPES, MovingShapes
 from zoo.data.video_folder import VideoError, VideoFolder, probe, source_frame
 from zoo.pictures import save_gif
 from zoo.video.clips import Bucket, cut
@@ -129,6 +129,21 @@ def test_shapes_are_as_large_as_they_are_said_to_be():
         expect = {"disc": math.pi * 16**2, "star": 5 * 20 * 9 * math.sin(math.pi / 5)}.get(shape, 0)
         expect = expect or corners / 2 * 20**2 * math.sin(2 * math.pi / corners)
         assert area == pytest.approx(expect, rel=0.03), shape
+
+
+def test_shapes_without_a_tilt_stand_upright():
+    """Each is its own mirror image; a triangle stands on an edge, a star on two feet, and they do not spin."""
+    still = {"frames": 3, "size": (40, 40), "radius": (20.0, 20.0)}  # no room to move
+    for label in range(0, 16, 4):
+        straight, tilted = (MovingShapes(**still, tilt=tilt).clip(label, 0)["x"] for tilt in (0.0, 0.5))
+        assert torch.equal(straight[:, 0], straight[:, 2])
+        torch.testing.assert_close(straight, straight.flip(3))
+        covered = straight[0, 0] > 0
+        if (corners := SHAPES[NAMES[label].split()[1]]) in (3, 5):
+            assert covered[4, 19:21].all()
+            assert not covered[-2].any()
+        if corners:
+            assert (tilted[:, 0] - tilted[:, 2]).abs().max() > 0.1
 
 
 def test_digits_show_the_images_of_scikit_learn():

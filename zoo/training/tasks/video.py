@@ -65,10 +65,12 @@ class Shapes:
     width: int = option(64, "columns of pixels", least=1)
     radius: list[float] = option([10.0, 15.0], "smallest and largest shape, in pixels", length=2)
     speed: list[float] = option([1.0, 4.0], "slowest and fastest motion, in pixels a frame", length=2)
+    tilt: float = option(1.0, "how far shapes are turned, and spin: 1 any way, 0 upright", least=0, most=1)
 
     def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
         ranges = {"radius": (self.radius[0], self.radius[1]), "speed": (self.speed[0], self.speed[1])}
-        drawn: dict[str, Any] = {"frames": self.frames, "size": (self.height, self.width), **ranges}
+        size = (self.height, self.width)
+        drawn: dict[str, Any] = {"frames": self.frames, "size": size, "tilt": self.tilt, **ranges}
         train = MovingShapes("train", count=self.clips, seed=seed, **drawn)
         return train, MovingShapes("validation", count=min(512, self.clips), **drawn)
 
@@ -112,6 +114,9 @@ class Data(task.Data, Protocol):
 DATA: dict[str, type] = {"digits": Digits, "shapes": Shapes, "video_folder": VideoFolder}
 
 
+PREDICTIONS = {"rectified_flow": ("velocity", "clean"), "iddpm": ("noise", "velocity")}  # the default first
+
+
 @dataclass
 class Objective:
     name: str = option("rectified_flow", "loss", choices=("rectified_flow", "iddpm"))
@@ -130,12 +135,12 @@ class Objective:
         "number of cells, t h w, for which shift holds; others scale by the root (Open-Sora 1.2: 4096); null: all",
         least=1,
     )
-    target: str = option(
-        "velocity",
-        "rectified_flow: the model's output, a velocity or the clean clip; the latter for large patches of pixels",
-        choices=("velocity", "clean"),
+    prediction: str | None = option(
+        None,
+        "the model's output. rectified_flow: velocity, or clean, the clip itself, for large patches of pixels; iddpm: "
+        "noise or velocity; null: the first of these",
+        choices=("velocity", "clean", "noise"),
     )
-    prediction: str = option("noise", "iddpm: the model's target", choices=("noise", "velocity"))
     min_snr: float | None = option(None, "iddpm: min-SNR weight of errors (published: 5); null: no weights", least=0)
     label_dropout: float = option(
         0.1, "share of samples trained without class or caption, for guidance", least=0, most=1
@@ -144,6 +149,11 @@ class Objective:
     random_frames: float = option(
         0.0, "share of samples with clean frames at random, all but one at most", least=0, most=1
     )
+
+    @property
+    def predicts(self) -> str:
+        """The model's output: `prediction`, or the default of this objective."""
+        return self.prediction or PREDICTIONS[self.name][0]
 
 
 @dataclass
@@ -287,16 +297,18 @@ class Task(task.Task):
             )
 
     def refuse_unused(self) -> None:
-        """Raise UserError for an option that only the other objective has."""
+        """Raise UserError for an option, or a prediction, that only the other objective has."""
         options, known = self.config.objective, Objective()
-        of = {
-            "rectified_flow": ("levels", "loc", "scale", "shift", "shift_cells", "target"),
-            "iddpm": ("prediction", "min_snr"),
-        }
+        of = {"rectified_flow": ("levels", "loc", "scale", "shift", "shift_cells"), "iddpm": ("min_snr",)}
         for name, keys in of.items():
             other = [key for key in keys if getattr(options, key) != getattr(known, key)]
             if other and name != options.name:
                 raise UserError(f"objective.{other[0]} is an option of objective.name={name}, not of {options.name}")
+        if options.predicts not in (able := PREDICTIONS[options.name]):
+            raise UserError(
+                f"objective.prediction={options.predicts}: a model of objective.name={options.name} predicts "
+                f"{' or '.join(able)}; set one of them"
+            )
 
     def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
         """The channels, classes and caption channels (0: none) of the data, for a model that takes `inputs`."""
@@ -310,19 +322,18 @@ class Task(task.Task):
     def objective(self, model: nn.Module) -> nn.Module:
         options = self.config.objective
         if options.name == "iddpm":
-            return IDDPM(model, velocity=options.prediction == "velocity", min_snr=options.min_snr)
+            return IDDPM(model, velocity=options.predicts == "velocity", min_snr=options.min_snr)
         how = {"loc": options.loc, "scale": options.scale, "uniform": options.levels == "uniform"}
-        return RectifiedFlow(
-            model, **how, shift=options.shift, shift_cells=options.shift_cells, clean=options.target == "clean"
-        )
+        clean = options.predicts == "clean"
+        return RectifiedFlow(model, **how, shift=options.shift, shift_cells=options.shift_cells, clean=clean)
 
     def sampler(self, clip: tuple[int, int, int]) -> Callable[..., Tensor]:
         """The sampler of clips of this size, at the levels of training: `euler` or `ddim`."""
         options = self.config.objective
         if options.name == "iddpm":
-            return partial(ddim, velocity=options.prediction == "velocity")
+            return partial(ddim, velocity=options.predicts == "velocity")
         shift = shift_at(options.shift, options.shift_cells, prod(clip))
-        return partial(euler, shift=shift, predicts_clean=options.target == "clean")
+        return partial(euler, shift=shift, predicts_clean=options.predicts == "clean")
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b = self.config.train.batch
