@@ -164,6 +164,11 @@ def compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def wraps_compiled(module: nn.Module) -> bool:
+    """Tell whether a module is the result of torch.compile, or has one as its forward."""
+    return "_orig_mod" in children_of(module) or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+
+
 def compiled_callers() -> Iterator[Any]:
     """The functions given to torch.compile from which the caller is called, the innermost first."""
     frame = sys._getframe(1) if compiler_loaded() else None
@@ -366,4 +371,5 @@ __all__ = [
     "uncompiled",
     "values_of",
     "version_of",
+    "wraps_compiled",
 ]

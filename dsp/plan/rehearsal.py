@@ -25,7 +25,7 @@ from dsp.plan.operations import Operations
 from dsp.plan.precision import Casts, Precision
 from dsp.plan.stage_cache import alike, fingerprint, once
 from dsp.plan.tracing import Rehearsal, Tracer, watch
-from dsp.private import COMPILERS_OWN, compiler_loaded, storage_id
+from dsp.private import COMPILERS_OWN, compiler_loaded, storage_id, wraps_compiled
 from dsp.signature import Bound
 from dsp.stages import Stage, clean
 from dsp.tensors import tensors_in
@@ -168,4 +168,6 @@ class FullRehearsal(Rehearsal):
             found.whole_grads = [t.nbytes for t in given if id(t) not in declared and recorder.asks(t)]
             found.unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
             found.left = [t for t, _ in tracer.left.values()]
+            between = [(path, m) for path, m in self.model.named_modules() if path and id(m) not in self.staged]
+            found.compiled += [clean(path) for path, m in between if wraps_compiled(m)]
         return found

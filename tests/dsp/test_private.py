@@ -268,6 +268,9 @@ def module_dicts() -> None:
     for name in "_parameters _buffers _modules _forward_hooks _forward_pre_hooks _backward_hooks".split():
         assert isinstance(module.__dict__[name], dict), name
     assert torch.compile(module, backend="eager")._modules["_orig_mod"] is module
+    assert [private.wraps_compiled(m) for m in (module, torch.compile(module, backend="eager"))] == [False, True]
+    module.forward = torch.compile(module.forward, backend="eager")  # type: ignore[method-assign]
+    assert private.wraps_compiled(module)
 
 
 def of_the_zoo() -> None:

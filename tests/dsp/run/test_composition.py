@@ -373,6 +373,23 @@ def test_compiled_stage_modules(mesh: DeviceMesh, how_made: str) -> None:
     compiled(mesh, "eager", how_made)
 
 
+@pytest.mark.parametrize("how_made", ["module", "forward"])
+def test_what_torch_compile_made_between_stages_runs_uncompiled(mesh: DeviceMesh, how_made: str) -> None:
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+    middle = nn.Linear(toys.C, toys.C)
+    single, model = pair(lambda: toys.SpaceTime(lambda m, x: m.time(m.mid(m.space(x) * 2)), mid=middle))
+    if how_made == "module":
+        model.mid = torch.compile(model.mid, backend="eager")
+    else:
+        model.mid.forward = torch.compile(model.mid.forward, backend="eager")
+    x = torch.randn(1, 7, 5, toys.C).double()
+    assert dsp.plan(model, (x,), size=2, stages=stages).compiled == ["mid"]
+    dsp.parallelize(model, mesh, stages)
+    if how_made == "forward":
+        beside(single, model, mesh, (x,), rounds=2)
+    torch.testing.assert_close(model(x), single(x))
+
+
 def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(mesh: DeviceMesh) -> None:
     """A module between stages that compile() compiled is refused, with what to compile instead."""
     kwargs = toys.inputs("Grid", 1, 7, 5)
