@@ -282,7 +282,7 @@ def test_the_sample_is_small_and_moves() -> None:
 @pytest.mark.slow
 def test_the_tables_of_the_zoo_are_those_of_its_script(script) -> None:
     """All stages, and of the planned tables what takes seconds; zoo_tables.py --write makes them anew."""
-    script = script("models.zoo_tables")
+    script = script("zoo_tables")
     page = [line for name in ("zoo", "zoo-stages") for line in (ROOT / f"docs/{name}.md").read_text().splitlines()]
     quick = [entry for entry in script.ENTRIES if entry.title in ("Latte V2 XL/2", "Axial video XL/2, in turn")]
     for line in (*script.stages_list(), *script.video_table(quick), *script.pair_table([(768, 8)])):
