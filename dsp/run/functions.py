@@ -99,7 +99,7 @@ class Functions:
     def begin(self) -> None:
         with self.lock:
             self.inside += 1
-            if self.inside == 1:
+            if CONTEXT.__init__ is not begun:  # it stays: to set it empties the method caches of all functions
                 CONTEXT.__init__ = begun
 
     def end(self) -> None:
@@ -107,7 +107,6 @@ class Functions:
             self.inside -= 1
             if self.inside:
                 return
-            del CONTEXT.__init__
             for function, (name, own) in self.replaced.items():
                 delattr(function, name) if own is None else setattr(function, name, own)
             self.replaced.clear()
