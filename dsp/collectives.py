@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dsp.exchange import (
     CARRIED,
+    EXACT,
     alone,
     as_sent,
     dense,
@@ -40,8 +41,6 @@ from dsp.observers import notify, run_observed, save_observer
 from dsp.planner import chunk_sizes
 from dsp.wire import SAME, format_of
 
-# results have the memory order of the arguments, which a compiler may not change
-EXACT = torch.Tag.needs_exact_strides
 _lib = torch.library.Library("dsp", "DEF")
 for _op in (
     "switch(Tensor x, int src, int dst, int src_size, str group, int[] src_pieces=[], int[] dst_pieces=[], "

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.collectives import EXACT, implement
-from dsp.exchange import dense, exchanged, like, order_of, ranks
+from dsp.collectives import implement
+from dsp.exchange import EXACT, dense, exchanged, like, order_of, ranks
 from dsp.observers import run_observed, save_observer
 from dsp.planner import chunk_sizes
 from dsp.sent import counts, nbytes

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from dsp.formats import Format
 
 
+# a tag of ops: results have the memory order of the arguments, which a compiler may not change
+EXACT = torch.Tag.needs_exact_strides
+IN_LEGS: dict[str, Callable[..., Any]] = {}  # exchanges over several nodes, which `dsp.legs` puts here
+
+
 @lru_cache(maxsize=4096)
 def name_of(group: str) -> str:
     """The name of the process group alone, without the ways behind it."""
     return group.partition("|")[0]
-
-
-IN_LEGS: dict[str, Callable[..., Any]] = {}  # an exchange over a group with such ways; `dsp.legs` fills it
 
 
 def ranks(group: str) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.exchange import IN_LEGS, Dealt, InUnits, like, ranks
+from dsp.exchange import EXACT, IN_LEGS, Dealt, InUnits, like, ranks
 from dsp.messages import messages
 from dsp.private import _resolve_process_group, arrives_by
 from dsp.text import human, number_of
@@ -251,7 +251,6 @@ def later(flat: Tensor, comes: list[int], width: int, group: str, dealing: Dealt
 
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
-EXACT = torch.Tag.needs_exact_strides  # see `dsp.collectives`
 _lib.define("in_legs(Tensor x, int total, int[] comes, int[] rows, str group) -> Tensor", tags=EXACT)
 for _device in ("CPU", "CUDA"):  # a part of another op: not noted by itself
     _lib.impl("in_legs", begun_later, _device)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsp.collectives import EXACT, back_many, implement, keep_many, summed_in
-from dsp.exchange import dense, exchanged, like, order_of, ranks
+from dsp.collectives import back_many, implement, keep_many, summed_in
+from dsp.exchange import EXACT, dense, exchanged, like, order_of, ranks
 from dsp.observers import run_observed
 from dsp.planner import chunk_sizes
 from dsp.sent import counts, nbytes

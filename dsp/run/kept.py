@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -45,7 +44,7 @@ def refuse_leaves(inputs: Iterable[Any]) -> None:
     Parameters, whose gradients the caller averages over ranks, and what was computed from these, may be there.
     """
     waiting, seen = [(it, type(it), 0) for it in inputs if not isinstance(it, Tensor)], set[int]()
-    while waiting and torch.is_grad_enabled():
+    while waiting:
         it, kind, deep = waiting.pop()
         if isinstance(it, Tensor):
             if it.requires_grad and it.is_leaf and not isinstance(it, nn.Parameter):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dsp.between import Between
 from dsp.calls import GlueError, replaced, tensor_args
 from dsp.compile_off import CompileOff
-from dsp.layout import Cut
+from dsp.layout import At, Cut
 from dsp.observers import observing
 from dsp.plan.choices import WRITES
 from dsp.plan.script import GlueStep, PlannedNode, Script, Via, key_of_operation
@@ -282,16 +282,24 @@ def note_checkpoint(run: Run) -> None:
         with again() as repeated, observing(traffic_check.again(repeated) if traffic_check is not None else None):
             yield
 
-    arguments = checkpoint_arguments(frame)
-    lay = [(t.at, t.number) if isinstance(t, Sharded) else None for t in arguments]
-    declared = [run.declared.get(id(t)) for t in arguments]
+    def known(t: Any) -> Any:
+        """The layout and number of a sharded argument, or the number of a declared input that came as a DTensor."""
+        return (t.at, t.number) if isinstance(t, Sharded) else run.declared.get(id(t))
+
+    lay = list(map(known, checkpoint_arguments(frame)))
+
+    def saved(a: Any, it: Any) -> Any:
+        """An argument as the checkpoint saved it, with what is known of the original."""
+        if it is None or not isinstance(a, Tensor):
+            return a
+        if isinstance(it[0], At):
+            return carry(a, *it) if type(a) is Tensor else a
+        if isinstance(a, DTensor) and (current := ACTIVE.get()) is not None:
+            current[1].declared[id(a)] = a, it[1]
+        return a
 
     def given(args: Sequence[Any]) -> Sequence[Any]:
-        first, (_, repeated) = len(args) - len(lay), ACTIVE.get() or (None, run)
-        for a, known in zip(args[first:], declared):  # the saved DTensor of an argument is another one
-            if known is not None and isinstance(a, DTensor):
-                repeated.declared[id(a)] = a, known[1]
-        found = zip(args[first:], lay)
-        return *args[:first], *(carry(a, *at) if at is not None and type(a) is Tensor else a for a, at in found)
+        first = len(args) - len(lay)
+        return *args[:first], *map(saved, args[first:], lay)
 
     Recompute(frame, note_checkpoint, around, plain, given)
