@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -43,6 +44,8 @@ def refuse_leaves(inputs: Iterable[Any]) -> None:
 
     Parameters, whose gradients the caller averages over ranks, and what was computed from these, may be there.
     """
+    if not torch.is_grad_enabled():
+        return
     waiting, seen = [(it, type(it), 0) for it in inputs if not isinstance(it, Tensor)], set[int]()
     while waiting:
         it, kind, deep = waiting.pop()

@@ -253,7 +253,7 @@ class FullRuntime(Runtime):
         if AsyncCollectiveTensor in map(type, leaves):
             args, kwargs = map_tensors((args, kwargs), [*map(waited, tensors_in((args, kwargs)))])
             leaves, spec = taken_apart(args, kwargs)
-        if not isinstance(spec, tuple) and torch.is_grad_enabled():  # a pytree's spec: objects may be among the inputs
+        if not isinstance(spec, tuple):  # a pytree's spec: objects may be among the inputs
             refuse_leaves(leaves)
         key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
         if self.kept:
