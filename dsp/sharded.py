@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dsp.gradients import global_stride
 from dsp.layout import At, unwritable
 from dsp.private import OpOverload, backward_pass, is_view, pytree, set_backward_hooks, storage_id
 from dsp.tensors import NO
@@ -144,11 +143,6 @@ def dtensor(t: Sharded) -> DTensor:
 
 def as_dtensor(t: Any) -> Any:
     return dtensor(t) if isinstance(t, Sharded) else t
-
-
-def stride_of(t: Sharded) -> tuple[int, ...]:
-    """The strides of the whole tensor, dense in the memory order of the part."""
-    return global_stride(plain(t), t.at.shape)
 
 
 def _size(t: Sharded, dim: int | None = None) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsp.calls import without_operands
 from dsp.collectives import summed_in
 from dsp.deal import collect_rows, deal_rows
+from dsp.gradients import global_stride
 from dsp.layout import Cut
 from dsp.moves import Part
 from dsp.randomness import forked
@@ -23,7 +24,7 @@ from dsp.run.forward import Run
 from dsp.run.recipes import Recipe, RuledCall
 from dsp.run.whole import on_wholes, parted, writes
 from dsp.run.writes import copy_source
-from dsp.sharded import Sharded, plain, stride_of
+from dsp.sharded import Sharded, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in, version
 
 
@@ -162,8 +163,9 @@ def landed(op: RuledCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int,
     if op.copies and memory(t) == memory(parts[0]):
         dense = t.clone()
     elif loose:
-        dense = dense_copy(t, parts[0], op.tensors[0], cut, shape)
+        dense = dense_result(op, t, parts[0], shape)
     stays, itself = dense is t and target == cut, None
+    source = copy_source(dense) or (copy_source(own) if stays else None)
     if op.what.in_place:
         if own is parts[0]:  # the operation returns the argument that it wrote into
             itself = op.tensors[0].__dict__.get("now", shell)
@@ -171,7 +173,7 @@ def landed(op: RuledCall, recipe: Recipe, cut: Cut, parts: list[Tensor], k: int,
     # some ranks and a new tensor on others: dropout (on empty ranks), and unplanned operations that may copy
     elif own is shell and stays and not (recipe.draws or loose):
         itself = shell
-    return Landed(Part(dense, cut, target, tuple(shape)), copy_source(own) if stays else None, itself)
+    return Landed(Part(dense, cut, target, tuple(shape)), source, itself)
 
 
 def as_copy(op: RuledCall, t: Tensor, local: Tensor) -> None:
@@ -196,17 +198,45 @@ def source(op: RuledCall, cut: Cut) -> Any:
     return op.run.carry(out, cut, tuple(shape), number=next(op.numbers))
 
 
-def dense_copy(t: Tensor, local: Tensor, whole: Tensor, cut: Cut, out_shape: list[int]) -> Tensor:
-    """The result, cloned if it would be a copy on one device; used if no plan says which it is.
+def dense_result(op: RuledCall, t: Tensor, local: Tensor, out_shape: list[int]) -> Tensor:
+    """The result of an operation that copies only if it must; used if no plan says whether it does.
 
-    A shard of size 1 may be contiguous although the full tensor is not: it would then be a view.
+    A shard may need a copy where the full tensor needs none, and the other way round. A copy is made where one device
+    makes one. Where one device makes a view, or no rank can tell, the copy is marked: after a write into it or into its
+    source, a read of the other is refused.
     """
-    if t.shape[cut.dim] > len(cut.pieces(0)) or memory(t) != memory(local):
+    view, shared = on_one_device_a_view(op, out_shape), memory(t) == memory(local)
+    if view is shared:
         return t
-    stride = stride_of(whole) if isinstance(whole, Sharded) else whole.stride()
-    model = torch.empty_strided(whole.shape, stride, device="meta")
-    dense = model.contiguous() if tuple(out_shape) == tuple(model.shape) else model.reshape(out_shape)
-    return t if memory(dense) == memory(model) else t.clone()
+    own = t.clone() if shared else t
+    if view is not False:
+        op.run.writes.mark_copy(own, op.tensors[0])
+    return own
+
+
+def on_one_device_a_view(op: RuledCall, out_shape: list[int]) -> bool | None:
+    """Tell whether the full result is a view of the full argument, equally on all ranks; None if no rank can tell.
+
+    A rank with one row does not know where the sharded dim lies in memory: it asks rank 0, if that has more rows.
+    """
+    whole, axis = op.tensors[0], op.run.axis
+
+    def is_view(stride: tuple[int, ...]) -> bool:
+        model = torch.empty_strided(whole.shape, stride, device="meta")
+        same = tuple(out_shape) == tuple(whole.shape)
+        return memory(model.contiguous() if same else model.reshape(out_shape)) == memory(model)
+
+    if not isinstance(whole, Sharded):
+        return is_view(whole.stride())
+    cut, shape = whole.at.cut, whole.at.shape
+    rows = [cut.own(shape[cut.dim], axis.size, rank) for rank in range(axis.size)]
+    if rows[0] == 1:
+        return None
+    view = is_view(global_stride(plain(whole), shape))
+    if 1 not in rows:
+        return view
+    told = torch.tensor(int(axis.rank == 0 and view), device=whole.device)
+    return bool(torch.ops.dsp.all_reduce(told, axis.group))
 
 
 @contextmanager

@@ -111,6 +111,11 @@ class Writes:
         self.has_copies |= not isinstance(t, Sharded)
         self.copied += [] if isinstance(copied, str) else [(copied, memory(t))]
 
+    def mark_copy(self, local: Tensor, x: Tensor) -> None:
+        """Note that `local` is a copy of x where one device has a view: a write into either makes the other stale."""
+        local._dsp_copy_of = of = copy_source(x) or memory(x)  # type: ignore[attr-defined]
+        self.copied.append((of, memory(local)))
+
     def reshape_copied(self, x: Sharded, t: Tensor) -> None:
         """Note that t, on one device a view of x, is a copy on this rank, whose shard of x has other strides."""
         if t.numel():

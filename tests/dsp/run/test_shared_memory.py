@@ -114,6 +114,33 @@ def test_an_input_may_lie_otherwise_in_memory_so_that_copies_are_views(mesh: Dev
             torch.testing.assert_close(model(x), single(x))
 
 
+def dense_without_a_plan(m: Sharing, x: Tensor) -> Tensor:
+    """On one device z and w are copies or views, as the input lies in memory; an operation on data prevents a plan."""
+    y = m.view(x).transpose(1, 2).mul(2).sin() if bool((x < 9).all()) else x
+    z, w = y.contiguous(), y.flatten(1, 2)
+    z.mul_(3)
+    w.add_(1)
+    return y + z + w.view(y.shape)
+
+
+@pytest.mark.parametrize("mesh", [2, 3], indirect=True)
+@pytest.mark.parametrize(
+    "frames", [3, 4, 5, 7]
+)  # on 3 ranks: the last rank has one row, none, two or one, and 3: all one
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_copies_of_one_row_without_a_plan(mesh: DeviceMesh, frames: int, order: list[int]) -> None:
+    x = torch.randn([(2, frames, 4, C)[d] for d in order], dtype=torch.float64).permute(order)
+    single = Sharing(dense_without_a_plan).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {**Sharing.stages, "view": "b t [s] [c]"})
+    with torch.no_grad():
+        if frames == 3 == mesh.size():  # no rank knows where the frames lie in memory
+            with pytest.raises(dsp.GlueError, match="wrote in place into a copy"):
+                model(x)
+        else:
+            for _ in range(2):
+                torch.testing.assert_close(model(x), single(x))
+
+
 def test_a_write_into_a_copy_is_refused(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(Sharing(written_after), mesh, gather_output=False)
     with pytest.raises(dsp.GlueError, match="wrote in place into a copy"):
