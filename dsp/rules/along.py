@@ -147,7 +147,7 @@ def taken_by_index(f: Frame) -> Outcome:
     return outcome
 
 
-@rule("index_add index_copy scatter scatter_add")
+@rule("index_add index_copy index_reduce scatter scatter_add scatter_reduce")
 def put_by_index(f: Frame) -> Outcome:
     x, index, rows = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")  # entire rows, one index each
     given = f.get(3, "source" if rows else "src")

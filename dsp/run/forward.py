@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,8 +23,6 @@ from dsp.run.writes import Writes, copy_source
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Stage
 from dsp.tensors import memory
-
-log = logging.getLogger("dsp")
 
 
 class Unfit(Exception):
@@ -59,6 +56,7 @@ class Run(Lookup):
         self.witness: Any = None  # a hook for the gradients of the outputs
         self.by_graph = False  # whether this forward is recorded as a graph, see `dsp.run.graph`
         self.recorder: Any = None  # records this run for later plans, if no plan could be made ahead
+        self.why = ""  # the reason why no plan can be made of the record
         self.within = checkpoint_frame() if saving_hooks(False) is not None else None  # a checkpoint around the model
         if self.within is not None:
             compared_as(self.within, plain)
@@ -81,12 +79,11 @@ class Run(Lookup):
 
     @contextmanager
     def unplanned(self) -> Iterator[None]:
-        """Drop the recorder if it raises."""
+        """Drop the recorder if it raises, and keep the reason."""
         try:
             yield
         except Exception as error:
-            log.info("this forward is not planned for the next calls either: %s: %s", type(error).__name__, error)
-            self.recorder = None
+            self.recorder, self.why = None, str(error) or type(error).__name__
 
     def refuse_graph(self) -> None:
         """Raise GlueError if the backward of an autograd.Function records a backward of its own."""

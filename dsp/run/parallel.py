@@ -80,6 +80,10 @@ DIFFER = (
     "differently, because of a flag, an environment variable or a random number that torch did not draw. Let every "
     "rank run the same code"
 )
+UNPLANNED = (
+    "{model} runs without a plan, because none could be made of its forward: {why}. Each stage chooses by itself "
+    "how to be sharded, and what the forward does with tensors that no stage has sharded runs on every rank in full"
+)
 
 
 def parallelize(
@@ -337,6 +341,9 @@ class FullRuntime(Runtime):
         if plan is None and run.within is None:  # a checkpoint will call the model again: same choices, so no new plan
             args, kwargs = given
             entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
+            if entry.plan is None and not entry.told:
+                entry.told = UNPLANNED.format(model=type(self.model).__name__, why=run.why or DIFFER)
+                (log.warning if self.axis.rank == 0 else log.info)(entry.told)
         output = super().finished(run, entry, output, given)
         if check is not None:
             check.end()

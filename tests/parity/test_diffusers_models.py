@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -95,6 +96,30 @@ def test_others_that_are_known(ranks: Any) -> None:
         assert found["output"] < 1e-5, name  # AutoencoderDC's attention is in fp32
         assert max(found["inputs"], found["parameters"]) < 1e-5, name
         assert found["share"] <= 0.53, name
+
+
+def routed(mesh: DeviceMesh) -> tuple[float, bool]:
+    """The largest error over four images, and whether the first call left a plan."""
+    single, kwargs = known_models.made(known_models.MORE["HiDreamImageTransformer2DModel"])
+    model = dsp.parallelize(copy.deepcopy(single), mesh)  # by its known line
+    worst = 0.0
+    with torch.no_grad():
+        for i in range(4):
+            torch.manual_seed(i)
+            given = kwargs | {"hidden_states": 3 * torch.randn(1, 4, 24, 24, dtype=torch.float64)}
+            expected = single(**given)[0]
+            worst = max(worst, float((model(**given)[0] - expected).abs().max() / expected.abs().max()))
+    [entry] = model.forward.__self__.entries.values()
+    return worst, entry.plan is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+def test_experts_that_the_data_choose(ranks: Any, n: int) -> None:
+    """HiDream gives each expert as many tokens as it is chosen for: others in each call, and the plan of the first."""
+    found = ranks(routed, n)
+    assert found[0][0] < 1e-12
+    assert all(planned for _, planned in found)
 
 
 @pytest.mark.slow
