@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -241,6 +242,25 @@ def test_a_forward_that_reads_its_data_is_told_after_its_first_call(mesh: Device
             model(*inputs)
     said = ["every rank runs whole what is between stages: index_put() (720 B)"]
     assert heard.texts == (said if mesh.get_local_rank() == 0 else [])
+
+
+class Unplanned(Graph):
+    """A forward that reads its data, and then writes as no shard could."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        y = self.conv.lin(x) if int(edges.max()) else x
+        return y.index_put_((edges[0],), y.new_ones(6))
+
+
+def test_a_forward_that_no_plan_can_be_made_of_is_told_once(mesh: DeviceMesh) -> None:
+    inputs = CASES["graph"][1]
+    single = Unplanned()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    with Heard() as heard, torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(*inputs), single(*inputs))
+    first = mesh.get_local_rank() == 0
+    assert ["Unplanned runs without a plan" in text and "index_put(" in text for text in heard.texts] == [True] * first
 
 
 class Deep(nn.Module):
