@@ -30,6 +30,7 @@ from zoo.data.sampling import hash_seed
 from zoo.training import UserError, auto, checkpoint, flight, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.account import closing, opening
+from zoo.training.comparison import compare
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Kept, Outcome
@@ -389,6 +390,9 @@ def main(arguments: list[str]) -> int:
                 print(cfg.help_text(arguments), end="")
                 return 0
             config, refused = cfg.load_or_error(arguments)
+            if config.check:
+                with ranks.training(config.train.timeout, cfg.flat(config), refused) as (device, _):
+                    return 0 if compare(config, device) else 1
             if not config.dry_run:
                 return 0 if train(config, console, refused) else STOPPED
             if int(os.environ.get("RANK", 0)) == 0:

@@ -24,7 +24,7 @@ from zoo.training.show.video import Show
 from zoo.training.tasks.video import Lookups
 
 BLOCKS = [block for name in ("adding", "adding-data") for block in blocks(ROOT / f"docs/{name}.md")]
-MODEL, _, DATA, TASK = (block.text for block in BLOCKS if block.language == "python")
+MODEL, DATA, TASK = (block.text for block in BLOCKS if block.language == "python")
 CONFIGS = dict(zip(("model", "data", "task"), (b.text for b in BLOCKS if b.language == "yaml"), strict=True))
 
 
@@ -71,6 +71,24 @@ def test_it_trains_on_two_ranks_as_a_user_starts_it(folder, what):
         done = launched(command, cwd=folder, env=env)
         assert not done.returncode, done.stderr
         assert ".gif" in done.stdout
+
+
+@pytest.mark.parametrize("wrong", [True, slow(False)])
+def test_a_model_is_checked(folder, wrong):
+    if wrong:
+        (folder / "convtime.py").write_text(MODEL.replace('"time": "b [t] s [c]', '"time": "b t s [c]'))
+    start = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "2" if wrong else "3"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = launched([*start, str(ROOT / "train.py"), "model.yaml", "check=true"], cwd=folder, env=env)
+    if wrong:
+        assert done.returncode == 1
+        assert "check over 2 ranks in float64: NOT OK" in done.stdout
+        assert "model.time" in done.stdout
+    else:
+        [shown] = [block.text for block in BLOCKS if block.text.startswith("check over")]
+        numbers = re.compile(r"\d\.\de[+-]\d\d|\([\w .]+\)\n")
+        assert numbers.sub("", done.stdout) == numbers.sub("", shown)
+    assert not (folder / "runs").exists()
 
 
 def error_of(*arguments):
@@ -124,6 +142,23 @@ def test_missing_parts_are_named(folder, arguments, message):
     with pytest.raises(UserError) as error:
         made()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new", "message"),
+    [
+        ("task", ".square(), None", ".square()", "the objective returned Tensor as loss: expected the loss of each"),
+        ("task", '    divided = {"x": 2, "y": 2}', "    ", r"divide x; name it in the class, as divided = {'x': 2}"),
+        ("data", ", Clips(validation, self.classes)", "", "squares:Squares returned Clips: expected two data sets"),
+        ("task", "class Loss(", "class Data:\n    x: int = 3\n\n\nclass Loss(", None),  # a name that the zoo uses
+    ],
+)
+def test_slips_in_a_file_of_ones_own(trainer, folder, capsys, what, old, new, message):
+    file, text = (folder / "nextframes.py", TASK) if what == "task" else (folder / "squares.py", DATA)
+    assert old in text
+    file.write_text(text.replace(old, new))
+    assert trainer.main([f"{what}.yaml", f"runs_dir={folder}", "sample.every=0"]) == (2 if message else 0)
+    assert message is None or message in capsys.readouterr().err
 
 
 def test_names_that_an_installed_package_gives(folder):

@@ -53,7 +53,8 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
     train.py configs/demo.yaml train.steps=100 parallel.sp=1
     train.py configs/demo.yaml help=1          every key, its meaning and its value
     train.py data.name=video_folder help=1     the keys of another data set
-    train.py configs/demo.yaml dry_run=true    the plan, memory, bytes (and time) a rank; nothing is allocated"""
+    train.py configs/demo.yaml dry_run=true    the plan, memory, bytes (and time) a rank; nothing is allocated
+    dsp-launch --nproc-per-node 2 train.py configs/demo.yaml check=true    are the ranks equal to one process?"""
 
 
 MOST_BYTES = 1 << 20  # of a YAML file
@@ -66,6 +67,7 @@ class Config:
     runs_dir: str = option("runs", "folder of runs; files go to <runs_dir>/<name>/")
     resume: bool = option(False, "continue the run of this name from its latest intact checkpoint")
     dry_run: bool = option(False, "print plan, memory, bytes and (with hardware.device) time a rank; allocate nothing")
+    check: bool = option(False, "compare the ranks with one process, by dsp.check on the first batch, and do not train")
     task: str | None = option(
         None, "task that trains on the data, or your own package.module; null: the one of data.name"
     )
@@ -96,7 +98,10 @@ def defaults(data: str, task: str | None = None) -> Config:
 def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
     """The task of a configuration, for this rank of `mesh`, whose ranks share each sample."""
     data, name, module = config.data, config.data.name, Parts(config.data.name, config.task).module
-    complete(data, getattr(module, "Data", Data), f"{type(data).__name__}, the options of data.name={name},")
+    asked = getattr(module, "Data", Data)
+    if not getattr(asked, "_is_protocol", False):  # a class of the user's own, by chance of this name
+        asked = Data
+    complete(data, asked, f"{type(data).__name__}, the options of data.name={name},")
     return _made(module.Task, f"the task of data.name={name}", config, mesh, device)
 
 

@@ -119,6 +119,12 @@ def make_plan(
 def mean_losses(output: Any) -> dict[str, torch.Tensor]:
     """The terms of the loss that an objective returned, as means over the batch of the sp group."""
     terms = output if isinstance(output, dict) else {"loss": output}
+    for name, pair in terms.items():
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise UserError(
+                f"the objective returned {type(pair).__name__} as {name}: expected the loss of each element and its "
+                "weight, as in `return (prediction - y).square(), None`; the trainer takes the mean, over all ranks"
+            )
     return {name: dsp.mean(error, weight) for name, (error, weight) in terms.items()}
 
 

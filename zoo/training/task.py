@@ -178,6 +178,11 @@ class Task(ABC):
 
     def part(self, name: str, local: Tensor, length: int) -> Tensor:
         """This rank's part of a `divided` input, as a DTensor; the full input has `length` rows."""
+        if name not in self.divided:
+            raise UserError(
+                f"{type(self).__name__} of {type(self).__module__}: part({name!r}, ...) needs the dim along which "
+                f"ranks divide {name}; name it in the class, as divided = {{{name!r}: 2}}"
+            )
         dim = self.divided[name]
         if self.mesh is None or self.size == 1 or length == 1:
             return local

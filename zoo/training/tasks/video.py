@@ -228,7 +228,13 @@ class Task(task.Task):
 
     def open(self) -> None:
         data, seed = self.config.data, self.config.train.seed
-        self.train, self.validation = on_first_rank(lambda: user_error(data.datasets, seed, prefix="data: "))
+        made = on_first_rank(lambda: user_error(data.datasets, seed, prefix="data: "))
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise UserError(
+                f"datasets() of data.name={data.name} returned {type(made).__name__}: expected two data sets, to train "
+                "on and to validate with, as in `return Clips(...), Clips(...)`"
+            )
+        self.train, self.validation = made
         for found in (self.train, self.validation):
             complete(found, VideoDataset, f"{type(found).__name__}, a data set of data.name={data.name}")
 
