@@ -83,7 +83,7 @@ def suspects(what: Traits, args: Any, kwargs: Any) -> Iterator[Tensor]:
 def unrunnable(what: Traits) -> GlueError:
     name = UNRUNNABLE.get(what.name, f"{what.name}() under torch.vmap or another transform of torch.func")
     return GlueError(
-        f"{name} between stages works on the part of a sharded tensor as if it were the whole; do it in a "
+        f"{name} between stages would work on this rank's shard as if it were the full tensor; do it in a "
         "stage, a submodule with a pattern, where tensors are local"
     )
 

@@ -50,9 +50,9 @@ def changed(kind: Any, takes: tuple[str, ...]) -> None:
     if set(now) == set(takes):
         return
     new, gone = [x for x in now if x not in takes], [x for x in takes if x not in now]
-    said = [f"it takes {', '.join(new)} besides"] * bool(new) + [f"it takes no {', '.join(gone)}"] * bool(gone)
+    said = [f"it also takes {', '.join(new)}"] * bool(new) + [f"it takes no {', '.join(gone)}"] * bool(gone)
     log.warning(
-        "%s: the forward is another than that of %s %s, for which dsp knows its dims: %s. Compare with one process "
+        "%s: the forward differs from that of %s %s, for which dsp knows the dims: %s. Compare with one process "
         "(dsp.check), or give stages",
         kind.__name__, table()["package"], table()["version"], " and ".join(said),
     )  # fmt: skip

@@ -295,8 +295,8 @@ def _sizes_of_axes(
     for pattern, shape in tensors:
         if len(shape) != len(pattern.axes):
             raise NotationError(
-                f"{where}: the pattern '{pattern}' has {len(pattern.axes)} axes (a fold is one) but the tensor has "
-                f"{len(shape)}, of shape {tuple(shape)}. Give it a name, or a fold, for each axis"
+                f"{where}: the pattern '{pattern}' has {len(pattern.axes)} axes (a fold counts as one), but the "
+                f"tensor has {len(shape)}: its shape is {tuple(shape)}. Write one name, or one fold, for each axis"
             )
         for axis, size in zip(pattern.axes, shape):
             if len(axis) > 1:

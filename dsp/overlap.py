@@ -27,7 +27,7 @@ def overlap_of(
         return given
     if hardware is None and mesh is None:
         raise ValueError(
-            "overlap='auto' weighs what is hidden against what more calls cost, which depends on the hardware: "
+            "overlap='auto' weighs the time that overlap hides against the cost of more calls, by the hardware: "
             "pass hardware=dsp.Hardware(...) to dsp.plan, or give a number of pieces"
         )
     return hardware if mesh is None else measured(mesh, node=mesh.size(), dtype=dtype)

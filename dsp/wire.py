@@ -48,8 +48,8 @@ class Wire(NamedTuple):
             return cls()
         if given == AUTO:
             raise ValueError(
-                f"wire={AUTO!r}: the links decide, so a plan does, which weighs the formats by hardware=. Name the "
-                "format that dsp.plan or dsp.choose finds, or train with parallel=auto"
+                f"wire={AUTO!r} is not accepted here: the best format depends on the links, so a plan chooses it, by "
+                "its hardware=. Name the format that dsp.plan or dsp.choose finds, or train with parallel=auto"
             )
         named = given if isinstance(given, Mapping) else dict.fromkeys(cls._fields, given)
         valid = (SAME, *formats())

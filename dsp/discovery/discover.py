@@ -138,8 +138,8 @@ def _searched(
                 return planned, search, search.settle()
             except READS as error:
                 raise ValueError(
-                    f"{type(model).__name__} reads its data: {place(error)}. Meta tensors have none: build it, and its "
-                    "inputs, on a real device and with small sizes"
+                    f"the forward of {type(model).__name__} depends on the values of tensors: {place(error)}. Meta "
+                    "tensors have none: build it, and its inputs, on a real device and with small sizes"
                 ) from None
 
 

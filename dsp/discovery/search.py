@@ -61,9 +61,9 @@ class Search:
         shapes = [tuple(b.tensor.shape) for b in bound]
         if max(map(len, shapes), default=0) < max(1, *(t.ndim for t in tensors_in((args, kwargs)))):
             raise ValueError(
-                f"discover: the tensor with the most dims is no argument of {type(model).__name__}, nor in a list of "
-                "tensors that is one. Patterns cannot name tensors inside dicts and nested lists: pass it as an "
-                "argument of its own"
+                f"discover: the tensor with the most dims is neither an argument of {type(model).__name__} nor in a "
+                "list of tensors that is an argument. Patterns cannot name tensors inside dicts and nested lists: "
+                "pass it as an argument of its own"
             )
         self.main = max(range(len(shapes)), key=lambda i: (len(shapes[i]), -i))
         self.live = {self.main}
@@ -254,13 +254,14 @@ class Search:
                 continue
             for other in self.inside(node, i, dim.size, set()):
                 if other != cut and probe.independent((*choice[:i], other, *choice[i + 1 :]), dim.size) is not None:
-                    where = f"its axes {cut.dim} and {other.dim} both"
+                    where = f"both its axis {cut.dim} and its axis {other.dim}"
                     if cut.dim == other.dim:
-                        where = f"the outer and the inner part of its axis {cut.dim} both"
+                        where = f"both the outer and the inner part of its axis {cut.dim}"
                     raise ValueError(
                         f"discover: {node.params[i]!r} of {node.path or 'the model'} has shape {node.shapes[i]}, and "
-                        f"{where} could be the dim of size {dim.size} of {node.params[arg]!r}; pass inputs whose "
-                        "values differ, and whose batch, frames and tokens have different sizes"
+                        f"{where} could be the dim of size {dim.size} of {node.params[arg]!r}, so they cannot be told "
+                        "apart; pass inputs whose values differ, and whose batch, frames and tokens have different "
+                        "sizes"
                     )
 
     def find_batch(self) -> tuple[Dim, ...]:

@@ -154,8 +154,9 @@ class Grid:
         if inside != made:
             raise NotationError(
                 f"{self.stage.where}, run on {held[dim]} of {sizes[dim]} along {dim!r} and {held[along]} of "
-                f"{sizes[along]} along {along!r}, returned {tuple(made)} where '{pattern}' wants {tuple(inside)}: "
-                f"it is not independent along {dim!r}"
+                f"{sizes[along]} along {along!r}, returned {tuple(made)} where '{pattern}' wants {tuple(inside)}: it "
+                f"is not independent along {dim!r}. Put {dim!r} in brackets in its pattern, or make stages of its "
+                "submodules"
             )
         cuts = [cut for name in (along, dim) if (cut := cut_for(pattern, shape, name, sizes)) is not None]
         fine, (i, j) = factor(shape, cuts)

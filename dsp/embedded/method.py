@@ -118,7 +118,8 @@ def _along(label: str, along: str | None, found: Sequence[tuple[Stage, Stage]]) 
         return next(iter(dims))
     if along is None or along not in dims:
         which = ", ".join(sorted(map(repr, dims))) or "no dim of their stage"
-        raise ValueError(f"{label} along {along!r}: the attention cores compute over {which}; pass along=")
+        given = "" if along is None else f" along {along!r}"
+        raise ValueError(f"{label}{given}: the attention cores compute over {which}; choose one with along=")
     return along
 
 

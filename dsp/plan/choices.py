@@ -183,7 +183,8 @@ class Choices(Values):
         taken = self.record.parameters
         for name in given.keys() - set(taken):
             raise NotationError(
-                f"given= has {name!r}, which is not a tensor argument of the model; those are {', '.join(taken)}"
+                f"given= has {name!r}, which is not a tensor argument of the model; its tensor arguments are "
+                f"{', '.join(taken)}"
                 if taken
                 else f"given= has {name!r}: the stages need a root pattern that declares it"
             )

@@ -106,8 +106,8 @@ class Operation:
     def unfolded(self, how: str) -> GlueError:
         """The error for a write into memory of which `how` made a view, which on a shard may be a copy."""
         return self.frame({}).refuse(
-            f"what it writes into has a view that {how}() made, and that is one for how the tensor lies in memory, "
-            "where a rank's part may lie otherwise",
+            f"it writes into a tensor of which {how}() made a view. Whether {how}() makes a view or a copy depends on "
+            "how the tensor lies in memory, and a rank's shard may lie differently",
             "Write it out of place, or make the tensor contiguous() before the view",
         )
 

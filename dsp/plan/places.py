@@ -93,9 +93,9 @@ def refuse_places(
         for place in (p for a, b in zip(whole, own) if len(own) == len(whole) for p in other_places(a, b)):
             raise NotationError(
                 f"{stage.where}: the score or mask function of its flex_attention reads the index of the {place}, and "
-                f"on a shard along {option.name!r} that index counts from the shard's first. Write [{option.name}] in "
-                f"'{stage.pattern.text}', or pass the stage a tensor with a pattern that has {option.name!r}, and let "
-                "the function read that instead of the index"
+                f"on a shard along {option.name!r} that index starts from 0 at the shard's first {place}. Write "
+                f"[{option.name}] in '{stage.pattern.text}', or pass the stage a tensor with a pattern that has "
+                f"{option.name!r}, and let the function read that instead of the index"
             )
 
 

@@ -51,8 +51,9 @@ def traced(
                 )
             raise reason
         raise ValueError(
-            f"{type(model).__name__} reads its data: {where}. Meta tensors have none: pass real inputs, small ones, to "
-            "a model on a real device. dsp then records one forward, and plans for forwards that take the same branches"
+            f"the forward of {type(model).__name__} depends on the values of tensors: {where}. Meta tensors have "
+            "none: pass real inputs, small ones, to a model on a real device. dsp then records one forward, and "
+            "plans for forwards that take the same branches"
         ) from None
     found = trace(model, stages, root, args, kwargs, n, real=True, **options)
     found.reads = f"reads its data: {where}" if where else f"needs tensors with data: {failed(reason)}"

@@ -291,9 +291,9 @@ class Plan:
         if shared := sum(s.shared for s in self.switches):
             kinds += f", in {len(moves) - shared} collectives"
         foot = [
-            f"{number_of(self.size, 'rank')}; moves forward: {kinds}",
+            f"{number_of(self.size, 'rank')}; moves in the forward: {kinds}",
             f"bytes a rank sends: {total}",
-            f"peak a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
+            f"peak of a rank: {human(self.peak)}, of which parameters {human(self.resident)}",
         ]
         if self.wire != AS_IT_IS:
             foot.append(str(self.wire))

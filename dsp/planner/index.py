@@ -203,9 +203,9 @@ class Index:
     def infeasible(self, k: int, need: float, missed: str = "") -> Infeasible:
         problem = self.problem
         return Infeasible(
-            f"no plan fits in {human(problem.capacity or 0)} a rank: op {problem.ops[k].name!r} needs at least "
-            f"{human(need)}, of which {human(problem.resident)} are resident{missed}; use more than {problem.size} "
-            "ranks, activation checkpointing or a larger memory"
+            f"no plan fits in {human(problem.capacity or 0)} a rank: {problem.ops[k].name!r} needs at least "
+            f"{human(need)}, of which {human(problem.resident)} for parameters and what else is always held{missed}; "
+            f"use more than {problem.size} ranks, activation checkpointing or a larger memory="
         )
 
     def move(self, v: int, src: Layout, dst: Layout, before: int) -> Move:

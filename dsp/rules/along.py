@@ -100,8 +100,8 @@ def over_ranks(f: Frame, x: Operand, cut: Cut, gone: list[int], keep: bool, name
         return statistics.norm(f, x, cut, gone, keep)
     raise f.refuse(
         "it reduces over the sharded dim",
-        "what adds up, a largest or smallest, any and all, norms and logsumexp are taken over all ranks; put other "
-        "reductions in a stage that computes over the dim",
+        "Sums, means, max and min, any and all, norms and logsumexp are reduced over all ranks; put any other "
+        "reduction into a stage that computes over the dim",
     )
 
 

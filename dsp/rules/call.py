@@ -95,7 +95,7 @@ class Frame:
         """The rule's outcome. Raises GlueError if the rule refuses, or if there is no rule."""
         if self.name not in PIECEWISE and any(o.cut is not None and o.cut.joined for o in self.operands()):
             raise self.refuse(
-                "its rule knows no sharded dim that is a concatenation of pieces, each sharded on its own"
+                "its rule cannot take a sharded dim that was joined from pieces, each of which is sharded separately"
             )
         return RULES.get(self.name, no_rule)(self)
 

@@ -49,9 +49,8 @@ def captured_by(rest: Sequence[Any]) -> list[Tensor]:
 
 def unreadable() -> GlueError:
     return GlueError(
-        "flex_attention() between stages: its score or mask function reads a tensor that is sharded, by places "
-        "that only the whole has. Let the function read a whole one: an input that the root pattern leaves "
-        "out, or a parameter"
+        "flex_attention() between stages: its score or mask function indexes a sharded tensor with positions of the "
+        "full tensor. Let it read a replicated tensor: an input that the root pattern leaves out, or a parameter"
     )
 
 
@@ -62,7 +61,7 @@ def kernel(backend: str) -> Callable[..., Any]:
     def flex(*args: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # tensors that its functions read would get no gradient
             raise GlueError(
-                "flex_attention() between stages compiles its kernel, and torch.compile did not: allow it to "
+                "flex_attention() between stages needs a compiled kernel, but torch.compile is switched off: allow it "
                 "(torch.compiler.set_stance, TORCH_COMPILE_DISABLE), or make a stage of it, a submodule with a pattern"
             )
         return torch.ops.higher_order.flex_attention(*args)

@@ -42,7 +42,8 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
     if best is None:
         raise f.refuse(
             f"reshaping to {list(new)} folds dim {cut.dim} (size {extent}) across the chunks of {f.n} ranks",
-            "Let the stage pattern open and close the fold, or make the sharded dim the last of its fold",
+            "Reshape inside a stage whose pattern writes the fold, as '(b t) [s c]', or make the sharded dim the "
+            "last of it",
         )
     return best
 

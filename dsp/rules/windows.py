@@ -261,7 +261,7 @@ def pad(f: Frame) -> Outcome:
     if mode == "reflect" and cut.outer == 1:
         return mirrored(f, x, cut, before, after, amounts)
     if mode not in ("constant", "replicate"):
-        raise f.refuse(f"its padding is made of the {mode} rows of the sharded dim")
+        raise f.refuse(f"mode={mode!r} takes its padding from other rows of the sharded dim")
     out, end = x.shape[cut.dim] + before + after, x.shape[cut.dim]
     if out < 1:
         raise f.refuse("its result has no rows along the sharded dim")

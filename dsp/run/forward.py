@@ -89,8 +89,8 @@ class Run(Lookup):
         """Raise GlueError if the backward of an autograd.Function records a backward of its own."""
         if self.in_function and torch.is_grad_enabled():
             raise GlueError(
-                "the backward of an autograd.Function between stages computes with gradients enabled, as for a "
-                "backward of its own, which would give wrong gradients of weights. Put the function into a stage, a "
+                "the backward of an autograd.Function between stages enables gradients, as if to call "
+                "backward() inside it; that would give wrong gradients of weights. Put the function into a stage, a "
                 "submodule with a pattern, where tensors are local; or use torch.utils.checkpoint(use_reentrant=False)"
             )
 

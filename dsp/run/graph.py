@@ -57,7 +57,7 @@ MOST = 8  # graphs per signature
 ORDERLY = ("eager", "aot_eager")  # backends that keep the order of operations, whatever the sizes
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
 CHANGES = "it changes what its modules hold"
-SAID = "compile: %s runs as without it, for %s"
+SAID = "compile: %s runs uncompiled, because %s"
 
 
 class Graphs:

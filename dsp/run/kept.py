@@ -53,8 +53,8 @@ def refuse_leaves(inputs: Iterable[Any]) -> None:
             if it.requires_grad and it.is_leaf and not isinstance(it, nn.Parameter):
                 raise TypeError(
                     f"an object among the inputs, a {kind.__name__}, holds a tensor of shape {tuple(it.shape)} that "
-                    "requires a gradient, and would get that of this rank's shard alone: expected such a tensor as an "
-                    "argument of its own, or in a list, tuple or dict"
+                    "requires a gradient, but would get only the gradient of this rank's shard: pass such a tensor as "
+                    "an argument of its own, or in a list, tuple or dict"
                 )
         elif id(it) not in seen and deep < DEEP and not isinstance(it, nn.Module):
             seen.add(id(it))

@@ -31,12 +31,12 @@ def add_note(model: nn.Module, error: Exception) -> None:
     else:
         return
     module, path = _module(model, lines[: at + 1])
-    way = f"{path!r}, is named in stages" if path else "of its own does this, and is named in stages"
+    way = f"if {path!r} is named in stages" if path else "in a submodule that is named in stages"
     error.add_note(
         f"dsp: at {lines[at].short}, in {module}, {held} is sharded: a {Sharded.__module__}.{Sharded.__qualname__}, a "
         "torch.Tensor with the shape of the whole, of which each rank holds a part. Code that asks for the exact type, "
-        "or for memory, may stumble over it. In a stage tensors are plain: it works where a submodule"
-        f"{',' * bool(path)} {way}"
+        "or for memory, may stumble over it. Inside a stage tensors are plain, so the code works "
+        f"{way}"
     )
 
 

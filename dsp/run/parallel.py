@@ -81,8 +81,8 @@ DIFFER = (
     "rank run the same code"
 )
 UNPLANNED = (
-    "{model} runs without a plan, because none could be made of its forward: {why}. Each stage chooses by itself "
-    "how to be sharded, and what the forward does with tensors that no stage has sharded runs on every rank in full"
+    "{model} runs without a plan, because none could be made of its forward: {why}. Results are right, but "
+    "each stage picks its own sharding, and operations on tensors that no stage has sharded run in full on every rank"
 )
 
 

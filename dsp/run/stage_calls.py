@@ -342,7 +342,8 @@ class StageCalls:
         if t.shape[axis] != outer * own * inner:
             raise NotationError(
                 f"{stage.where}, run on {own} of {size} along {name!r}, returned {tuple(t.shape)} where "
-                f"'{pattern}' wants {outer * own * inner} along axis {axis}: it is not independent along {name!r}"
+                f"'{pattern}' wants {outer * own * inner} along axis {axis}: it is not independent along {name!r}. "
+                f"Put {name!r} in brackets in its pattern, or make stages of its submodules"
             )
         shape = [*t.shape]
         shape[axis] = outer * size * inner

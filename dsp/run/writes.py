@@ -22,8 +22,8 @@ from dsp.tensors import memory, overlap, tensors_in, version
 
 # the errors of writes that are refused
 MISSED = (
-    "{who} wrote in place into a copy: its tensor, or one that shares its memory, had been switched or gathered. What "
-    "it was copied from missed that write, and is read now. Use an out-of-place operation"
+    "{who} wrote in place into a copy, made when the tensor, or one that shares its memory, was switched or gathered. "
+    "The original missed that write, and is read now. Use an out-of-place operation"
 )
 INTO_COPY = "{who} writes in place into {what}; write it out of place"
 INTO_PART = "{who} writes in place into its shard of a tensor that is replicated; write it out of place"

@@ -453,14 +453,15 @@ def test_errors() -> None:
             dsp.discover(model, args)
 
     says("no dim to shard in FNet but the batch: blocks.0, blocks.1 compute over", FNet(), torch.randn(2, 7, 8))
-    says("the tensor with the most dims is no argument of InADict", InADict(), {"x": x})
-    says("the tensor with the most dims is no argument of InADict", InADict(), {"x": x}, torch.randn(2, C))
+    says("the tensor with the most dims is neither an argument of InADict nor", InADict(), {"x": x})
+    says("the tensor with the most dims is neither an argument of InADict nor", InADict(), {"x": x}, torch.randn(2, C))
     says("needs example inputs", alternating(2))
     says("no dim to shard in FNet: blocks.0, blocks.1 compute over", FNet(), torch.randn(1, 7, 8))
     says("integer input \\(2, 7\\) whose elements are all 0", nn.Embedding(4, C), torch.zeros(2, 7, dtype=torch.long))
     bare = {k: v.to("meta") for k, v in sample("Unplanned").items()}
     with pytest.raises(
-        ValueError, match=r"Unplanned reads its data: int\(\) at toys.py.*build it, and its inputs, on a"
+        ValueError,
+        match=r"Unplanned depends on the values of .*: int\(\) at toys.py.*build it, and its inputs, on a",
     ):
         dsp.discover(built("Unplanned").to("meta"), kwargs=bare)
     says("no submodule of ReLU", nn.ReLU(), x)

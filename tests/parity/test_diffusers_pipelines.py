@@ -222,7 +222,7 @@ def test_a_forward_that_changed_is_told(caplog: pytest.LogCaptureFixture) -> Non
     kind.__module__ = "diffusers.models"
     model = kind.__new__(kind)
     assert stages_for(model) == WAN
-    assert "it takes video, cond besides and it takes no hidden_states, timestep" in caplog.text
+    assert "it also takes video, cond and it takes no hidden_states, timestep" in caplog.text
 
 
 def denoised(model: Any, steps: int) -> tuple[Tensor, list[int]]:

@@ -69,7 +69,7 @@ def test_what_is_left_to_it_is_chosen_with_the_mesh(run, monkeypatch):
 
 
 def test_fewer_bits_are_left_to_parallel_auto_alone(run):
-    with pytest.raises(UserError, match=r"parallel\.wire='auto': the links decide, so a plan does.*parallel=auto"):
+    with pytest.raises(UserError, match=r"parallel\.wire='auto' is not accepted here: .*parallel=auto"):
         cfg.load(run.arguments("parallel.wire=auto"))
 
 

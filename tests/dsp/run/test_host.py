@@ -168,7 +168,7 @@ def test_a_deep_copy_is_a_parallel_model_of_its_own(mesh: DeviceMesh) -> None:
 
 # --- what cannot run --------------------------------------------------------------------------------------------------
 
-LOCAL = "between stages works on the part of a sharded tensor as if it were the whole; do it in a stage"
+LOCAL = "between stages would work on this rank's shard as if it were the full tensor; do it in a stage"
 REFUSED: dict[str, tuple[Any, str]] = {
     "vmap": (torch.vmap(lambda t: t * 2), f"mul() under torch.vmap or another transform of torch.func {LOCAL}"),
     "vmap over another": (lambda x: torch.vmap(lambda i: x * i)(torch.arange(2)), "mul() under torch.vmap or another"),
