@@ -6,6 +6,7 @@ takes an argument for its type alone. The rest are operations, which a subclass 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from dsp.calls import GlueError, tensor_args
 from dsp.private import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from dsp.traits import UNRUNNABLE, Traits, traits
+
+INDEXED = frozenset({"getitem", "setitem"})
 
 
 class Between(TorchFunctionMode):
@@ -38,7 +41,20 @@ class Between(TorchFunctionMode):
             return out
         if what.dtype_arg is not None:
             args = without_data_of(args, what.dtype_arg)
+        if what.name in INDEXED:
+            args = self.numbered(args)
         return self.operation(func, what, args, kwargs, types)
+
+    def numbered(self, args: Any) -> Any:
+        """The arguments of an index, with numbers in the place of tensors that bound a slice."""
+        index = args[1]
+        for i in index if type(index) is tuple else (index,):
+            if type(i) is slice and (
+                isinstance(i.start, Tensor) or isinstance(i.stop, Tensor) or isinstance(i.step, Tensor)
+            ):
+                with self:  # a tensor between stages may be sharded
+                    return args[0], by_number(index), *args[2:]
+        return args
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         """The result of one operation; `types` as `__torch_function__` has them."""
@@ -86,6 +102,15 @@ def unrunnable(what: Traits) -> GlueError:
         f"{name} between stages would work on this rank's shard as if it were the full tensor; do it in a "
         "stage, a submodule with a pattern, where tensors are local"
     )
+
+
+def by_number(index: Any) -> Any:
+    """An index whose slices have numbers in the place of tensors."""
+    if type(index) is tuple:
+        return tuple(map(by_number, index))
+    if type(index) is not slice:
+        return index
+    return slice(*(k if k is None else operator.index(k) for k in (index.start, index.stop, index.step)))
 
 
 def without_data_of(args: Any, at: int) -> Any:

@@ -97,7 +97,14 @@ class Frame:
             raise self.refuse(
                 "its rule cannot take a sharded dim that was joined from pieces, each of which is sharded separately"
             )
-        return RULES.get(self.name, no_rule)(self)
+        try:
+            return RULES.get(self.name, no_rule)(self)
+        except TypeError as error:
+            if all(o.ndim for o in self.operands()):
+                raise
+            raise self.refuse(
+                "a size or a place is a tensor, whose number is not known", "Write int(...) of it"
+            ) from error
 
     def refuse(self, reason: str, advice: str = "") -> GlueError:
         shapes = ", ".join(

@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsp.calls import GlueError, replaced, tensor_args
+from dsp.collectives import inexact
 from dsp.layout import At, Cut
 from dsp.moves import Part
 from dsp.pending import ahead
 from dsp.plan.script import key_of_operation
 from dsp.plan.tracing import KEPT
 from dsp.private import FakeTensor, saving_hooks
+from dsp.rules.elementwise import ELEMENTWISE
 from dsp.rules.functions import LOOKS, TELLING
 from dsp.run.follow import follow, source
 from dsp.run.forward import Run
@@ -32,6 +34,8 @@ from dsp.run.whole import Again, GlueOnWholes, in_backward, parted, sharded_in, 
 from dsp.sharded import Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DTYPE_ARG, Traits
+
+EACH = frozenset(ELEMENTWISE)
 
 
 class Glue(GlueOnWholes):
@@ -111,6 +115,8 @@ class Glue(GlueOnWholes):
             op.node = key = None  # the operands differ from the planned ones: x + 0 before, x + y now
         if (made := self.of_wholes(op)) is not NotImplemented:
             return made
+        if sized_by_data(op):
+            key = None
         recipe = self.derived(op, key is not None)
         run.keep_in_turn(key, alike, op.node, recipe)
         return follow(op, recipe)
@@ -279,6 +285,20 @@ def looks(func: Any, name: str, recipe: Recipe | None, args: Any, kwargs: Any) -
         nothing = plain(args[0]).new_empty(0)
         return not kwargs and func(nothing, *args[1:]) is nothing
     return not call.views or plain(args[0]).is_contiguous()
+
+
+def sized_by_data(op: RuledCall) -> bool:
+    """Tell whether a size or a place may be a number in a replicated tensor, which the key of a recipe has not.
+
+    That is one of a mask that picks, of the places of a split, or of a tensor of one integer given for a number.
+    """
+    name = op.what.name
+    for t, s in zip(op.tensors[1:], op.shells[1:]):
+        picks = name == "getitem" and t.dtype in (torch.bool, torch.uint8)
+        number = not t.ndim and not inexact(t) and name not in EACH
+        if s is None and (picks or number or name == "tensor_split"):
+            return True
+    return False
 
 
 def fit(cuts: Sequence[Cut | None], tensors: Sequence[Tensor]) -> bool:

@@ -155,6 +155,7 @@ def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
             key.append(v)
         elif kind is Tensor or kind is nn.Parameter:
             key.append(v.shape)
+            key.append(v.dtype)  # a mask is read otherwise than an index
         elif kind is tuple or kind is list or kind is torch.Size:
             key.append((kind, key_of(v, first)))
         elif kind is slice:
@@ -162,7 +163,7 @@ def key_of(values: Iterable[Any], first: int | None) -> tuple[Any, ...]:
         elif isinstance(v, (DTensor, Sharded)):
             raise NoKey
         else:
-            key.append((kind, v.shape if isinstance(v, Tensor) else v))
+            key.append((kind, (v.shape, v.dtype) if isinstance(v, Tensor) else v))
     return tuple(key)
 
 

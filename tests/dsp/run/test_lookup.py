@@ -135,6 +135,32 @@ def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(mesh: Device
     assert heard.texts == []
 
 
+T = torch.tensor
+PICKS: dict[str, tuple[Any, list[Tensor]]] = {
+    "a slice": (lambda m, y: y[:, : m.at], [T(4), T(1), T(4), T(2)]),
+    "a written slice": (lambda m, y: (y.__setitem__((..., slice(m.at)), 0.5), y)[1], [T(4), T(1), T(2)]),
+    "an index or a mask": (
+        lambda m, y: y[..., m.at].sum(-1),
+        [T([0, 1, 1, 3]), T([0, 1, 1, 0]) > 0, T([1, 0, 1, 1]) > 0],
+    ),
+    "where to split": (lambda m, y: y.tensor_split(m.at, -1)[1].sum(-1), [T([1, 2]), T([1, 3]), T([2, 3])]),
+    "how many": (lambda m, y: y.topk(m.at, -1).values.sum(-1), [T(3), T(1), T(2)]),
+    "how often": (lambda m, y: y.repeat(1, 1, m.at, 1), [T(2), T(1), T(3)]),
+    "a dim": (lambda m, y: y.flip(m.at).sum(m.at), [T(1), T(2), T(1)]),
+}
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("what", PICKS)
+def test_a_number_that_is_a_tensor_may_be_another_in_the_next_call(mesh: DeviceMesh, what: str) -> None:
+    does, values = PICKS[what]
+    single, model = both(toys.SpaceTime(lambda m, x: does(m, m.time(m.space(x)) * 1), at=None), mesh)
+    x = torch.randn(1, 4, 2, toys.C, dtype=torch.float64, requires_grad=True)
+    for at in values:
+        single.at = model.at = at
+        beside(single, model, mesh, (x,))
+
+
 def casting(m: toys.SpaceTime, x: Tensor) -> Tensor:
     y = m.proj(m.space(x))
     z = y.float()
