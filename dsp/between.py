@@ -97,10 +97,12 @@ def suspects(what: Traits, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def unrunnable(what: Traits) -> GlueError:
+    own, way, _ = what.name.partition("_in_place")
+    new = f". Or make a new tensor: y = y.{own}(...)" if way else ""
     name = UNRUNNABLE.get(what.name, f"{what.name}() under torch.vmap or another transform of torch.func")
     return GlueError(
         f"{name} between stages would work on this rank's shard as if it were the full tensor; do it in a "
-        "stage, a submodule with a pattern, where tensors are local"
+        "stage, a submodule with a pattern, where tensors are local" + new
     )
 
 

@@ -14,9 +14,12 @@ from dsp.private import set_backward_hooks
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # call Python for every element
 STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # read memory as it lies on each rank
+RESHAPING = ("squeeze", "unsqueeze", "transpose", "swapaxes", "swapdims", "t", "detach")  # in place
+SET = ("data", "grad", "real", "imag")  # attributes that can be set
 UNRUNNABLE = {
     "autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER},
-    **{name: f"{name}()" for name in STRIDED},
+    **{name: f"{name}()" for name in STRIDED}, **{f"{name}_in_place": f"Tensor.{name}_()" for name in RESHAPING},
+    **{f"set_{name}": f"setting Tensor.{name}" for name in SET},
 }  # fmt: skip
 METADATA = frozenset(
     """
@@ -38,6 +41,9 @@ HOMONYMS = {
     Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
     Tensor.requires_grad_: "requires_grad",
     set_backward_hooks: "register_hook",
+    torch.detach_: "detach_in_place",
+    **{getattr(Tensor, f"{name}_"): f"{name}_in_place" for name in RESHAPING},
+    **{getattr(Tensor, name).__set__: f"set_{name}" for name in SET},
     getattr(torch.linalg, "polar", None): "polar_decomposition",  # of newer torch
     **{getattr(Tensor, name): name for name in ("__bool__", "__int__", "__long__", "__float__", "__complex__")},
 }

@@ -63,7 +63,8 @@ class Tracer(Between):
         self.watch: AbstractContextManager[Any] = nullcontext()  # entered around the forward
 
     def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
-        self.recorder.reads(suspects(what, args, kwargs), unrunnable(what))
+        if not what.name.endswith("_in_place"):  # that has no rule: the planner refuses it where it has to
+            self.recorder.reads(suspects(what, args, kwargs), unrunnable(what))
 
     def metadata(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
         if what.name in ("stride", "is_contiguous") and args and self.recorder.made_of_sharded(args[0]):

@@ -185,7 +185,9 @@ def rule(*names: str, piecewise: bool = False) -> Callable[[Rule], Rule]:
 
 
 def no_rule(f: Frame) -> Outcome:
-    raise f.refuse("it has no rule for a sharded tensor")
+    name, way, _ = f.name.partition("_in_place")
+    advice = f"Make a new one, as in y = y.{name}(...)" if way else ""
+    raise f.refuse("it has no rule for a sharded tensor", advice)
 
 
 def only(f: Frame) -> tuple[Operand, Cut]:

@@ -103,6 +103,10 @@ def distances(f: Frame) -> Outcome:
 @rule("embedding", piecewise=True)
 def embedding(f: Frame) -> Outcome:
     x, cut = first(f)
+    if f.get(5, "scale_grad_by_freq"):
+        raise f.refuse("scale_grad_by_freq counts the places of the whole tensor")
+    if f.get(3, "max_norm") is not None:
+        raise f.refuse("max_norm changes the rows of the weight that any rank reads, on each rank")
     return Outcome(cut, x.shape[cut.dim])
 
 
@@ -110,4 +114,5 @@ def embedding(f: Frame) -> Outcome:
 def one_hot(f: Frame) -> Outcome:
     if f.get(1, "num_classes", -1) < 0:
         raise f.refuse("it counts the classes in this rank's part", "Pass num_classes")
-    return embedding(f)
+    x, cut = first(f)
+    return Outcome(cut, x.shape[cut.dim])

@@ -116,9 +116,9 @@ class Writes:
         local._dsp_copy_of = of = copy_source(x) or memory(x)  # type: ignore[attr-defined]
         self.copied.append((of, memory(local)))
 
-    def reshape_copied(self, x: Sharded, t: Tensor) -> None:
+    def reshape_copied(self, x: Sharded, t: Sharded) -> None:
         """Note that t, on one device a view of x, is a copy on this rank, whose shard of x has other strides."""
-        if t.numel():
+        if 0 not in t.at.local:
             self.mark(t, copy_source(x) or memory(x))
 
     @contextmanager

@@ -18,7 +18,7 @@ import dsp
 from dsp.run import functions
 from tests.support.beside import averaged, beside, exact
 from tests.support.slow import slow
-from tests.support.toys import Along, Blocks, C, Core, Fn, SpaceTime
+from tests.support.toys import Along, Blocks, C, Core, Does, Fn, SpaceTime
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
@@ -381,6 +381,11 @@ def shifted_and_written(x: Tensor) -> Tensor:
     return x[:, 1:, 1:, 1:] * later.relu()
 
 
+def set_data(x: Tensor) -> Tensor:
+    x.data = x.detach() * 2
+    return x
+
+
 LATE = ["wrote in place into a copy", "was switched or gathered", "out-of-place"]
 
 # model -> what the error says
@@ -415,6 +420,9 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     "what a copy was made of, for a view": (lambda: Small(glue=torn_and_written), ["mul() between stages", *LATE]),
     "a stretch whose source was written since": (lambda: Small(glue=shifted_and_written), LATE),
     "an element written in place": (lambda: Small(glue=element_written), LATE),
+    "dims that change places in place": (lambda: Small(glue=lambda x: x.transpose_(1, 2)), ["y = y.transpose(...)"]),
+    "detached in place": (lambda: Small(glue=lambda x: x.detach_()), ["y = y.detach(...)"]),
+    "data that are set": (lambda: Small(glue=set_data), ["setting Tensor.data", "do it in a stage"]),
 }  # fmt: skip
 
 
@@ -580,6 +588,15 @@ def test_zeros_are_not_made_whole_and_then_cut_to_be_written_into(mesh: DeviceMe
         for n in (7, 5):
             inputs = (torch.randn(1, n, C, dtype=torch.float64, requires_grad=True),)
             exact(LastRows().double(), mesh, inputs, {"": "x=b n c"}, rounds=2)
+
+
+@pytest.mark.parametrize("kind", [{"scale_grad_by_freq": True}, {"max_norm": 0.5}])
+def test_an_embedding_that_depends_on_all_its_places(mesh: DeviceMesh, kind: dict[str, Any]) -> None:
+    """Gradients by how often a row is read, and rows whose norm is cut once they are read."""
+    single = Does(lambda m, x: m.table(x).tanh() * m.table.weight.sum(), table=nn.Embedding(5, C, **kind)).double()
+    model, x = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s"}), torch.tensor([[0, 1, 1, 3, 1, 0, 2]])
+    beside(single, model, mesh, (x,), rounds=2)
+    assert torch.equal(model.table.weight, single.table.weight)
 
 
 ONE_SEQUENCE = {"": "x=b s c", "blocks.*": "b [s c]"}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from dsp.tensors import overlap
 from tests.support.beside import exact
-from tests.support.toys import C
+from tests.support.toys import C, SpaceTime
 
 
 class Twice(nn.Linear):
@@ -170,3 +170,13 @@ def test_chunks_of_one_memory_have_no_element_in_common() -> None:
     assert overlap(q, q.transpose(0, 1))
     assert overlap(x[1:3], x[2:])
     assert overlap(x[None].expand(3, 4, 6, 8), x[3, 5, 7])
+
+
+@pytest.mark.parametrize("mesh", [3])
+def test_a_view_that_is_a_copy_where_a_rank_has_nothing_may_be_written(mesh: DeviceMesh) -> None:
+    def forward(m: SpaceTime, x: Tensor) -> Tensor:
+        y = m.space(x) * 1
+        torch.view_as_complex(y.unflatten(-1, (2, 2))).mul_(2j)
+        return m.time(y)
+
+    exact(SpaceTime(forward).double(), mesh, (torch.randn(1, 4, 2, C, dtype=torch.float64),))
