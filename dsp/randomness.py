@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dsp.layout import Axis
 
@@ -36,22 +37,37 @@ def fork(axis: Axis) -> Any:
 
 
 def share(axis: Axis) -> Any:
-    """Begin random numbers that are the same on all ranks, seeded by rank 0, until `join` gets the returned state."""
+    """Begin random numbers that are the same on all ranks, seeded by rank 0, until `join` gets the returned state.
+
+    If none are drawn until then, the default generator is left as it was before.
+    """
+    before = _state(axis)
     drawn = torch.randint(2**62, (1,), device="cuda" if axis.mesh.device_type == "cuda" else "cpu")
     dist.broadcast(drawn, group=axis.mesh.get_group(), group_src=0)
-    return _begin(axis, int(drawn))
+    after = _begin(axis, int(drawn))
+    return after, before, _state(axis)
 
 
 def _begin(axis: Axis, value: int) -> Any:
-    cuda = axis.mesh.device_type == "cuda"
-    state = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+    state = _state(axis)
     torch.default_generator.manual_seed(value)
-    if cuda:
+    if state[1] is not None:
         torch.cuda.manual_seed(value)
     return state
 
 
+def _state(axis: Axis) -> tuple[Tensor, Tensor | None]:
+    """The states of the default generators, of the CPU and of the GPU."""
+    cuda = axis.mesh.device_type == "cuda"
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+
+
 def join(state: Any) -> None:
+    if len(state) == 3:
+        after, before, begun = state
+        now = torch.get_rng_state(), None if before[1] is None else torch.cuda.get_rng_state()
+        drew = any(a is not None and b is not None and not torch.equal(a, b) for a, b in zip(now, begun))
+        state = after if drew else before
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

@@ -529,6 +529,23 @@ def test_attention_with_dropout_and_generators_draw_as_on_one_process(ranks) -> 
         assert not any(torch.equal(t[:2], t[3:]) for t in (dropped, noise))
 
 
+class ReadsAndDraws(nn.Module):
+    """A forward that reads its data, so that its first call has no plan, and draws if `p` is not 0."""
+
+    p = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.p) if bool((x > 0).any()) else x
+
+
+def test_a_forward_that_draws_nothing_leaves_the_generator_as_it_was(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(ReadsAndDraws(), mesh, {"": "x=n c"})
+    for p in (0.0, 0.0, 0.5):
+        model.p, before = p, torch.get_rng_state()
+        model(torch.ones(5, 3))
+        assert torch.equal(torch.get_rng_state(), before) == (p == 0)
+
+
 # --- what must be refused ---------------------------------------------------------------------------------------------
 
 
