@@ -98,9 +98,10 @@ class HandedOver(Wrap):
 
 def _refuse(reason: str) -> None:
     raise RuntimeError(
-        f"this backward would give wrong gradients: {reason}. Reduce it with dsp.mean(loss) or dsp.mean(loss, weight), "
-        "or call dsp.gather on the model's output before reducing. If the output is passed on to the next part of a "
-        "pipeline, which sends its gradient back, pass on dsp.hand_over(output) instead"
+        f"this backward would give wrong gradients: {reason}. Compute the loss of each element, and reduce it with "
+        "dsp.mean(losses) or dsp.mean(losses, weight); or call dsp.gather on the model's output before the loss. If "
+        "the output is passed on to the next part of a pipeline, which sends its gradient back, pass on "
+        "dsp.hand_over(output) instead"
     )
 
 

@@ -90,8 +90,8 @@ class Route:
         node = self.node or (hardware.node if hardware is not None else int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
         if not node:
             raise ValueError(
-                f"route={self.way!r}: expected how many ranks of the axis share a node, such as "
-                f"route=dsp.Route({self.way!r}, node=8), or hardware="
+                f"route={self.way!r} needs the number of ranks that share a node, and LOCAL_WORLD_SIZE is not set: "
+                f"give route=dsp.Route({self.way!r}, node=8), or hardware=, which has it"
             )
         if size <= node:
             one = self.way == ROUNDS and size > 1

@@ -45,8 +45,9 @@ def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[...
         found = _cores(model, stages)
         if not found:
             raise ValueError(
-                f"{type(model).__name__} names no attention cores, which {kind.label} needs: give it a dict `cores` "
-                "from the path of each core to a pattern of what it computes over, as in `stages`, or use method='dsp'"
+                f"{type(model).__name__} has no attribute `cores`, which {kind.label} needs: a dict from the path of "
+                "each attention core (the submodule that takes queries, keys and values) to a pattern, as in "
+                "`stages`. Set it on the model, or use method='dsp'"
             )
         along, grids = _along(kind.label, along, found), dict[str, Grid]()
         for core, stage in found:

@@ -179,9 +179,9 @@ class Ring(AttentionCore):
         super().__init__(core, stage, along)
         if next(core.module.parameters(), None) is not None:
             raise NotationError(
-                f"core {core.name!r} has parameters: ring attention runs plain softmax attention, or Linformer's sums "
-                "if the core has methods rows, project and attend (dsp.embedded.low_rank). Use method='dsp' or "
-                "'ulysses' for this core"
+                f"core {core.name!r} has parameters, which ring attention would ignore: it runs plain softmax "
+                "attention in place of the core. A core that sums over places as Linformer's does needs rows, "
+                "project and attend (dsp.embedded.low_rank). Use method='dsp' or 'ulysses' for this core"
             )
 
     @property

@@ -70,7 +70,7 @@ class Linear:
             what = f"{' and '.join(map(str, dict.fromkeys(parts)))} {'heads' if self.parts else 'channels'}"
             raise ValueError(
                 f"{self.name!r}: {what} do not divide over {n} ranks; take a number of ranks that divides "
-                f"{math.gcd(*parts)} (parallel.sp), or method='dsp' or 'ring', which do not cut weights"
+                f"{math.gcd(*parts)} (in the trainer parallel.sp), or method='dsp' or 'ring', which do not cut weights"
             )
         unit, start, found = size // sum(parts), 0, []
         for p in parts:

@@ -49,8 +49,8 @@ class Goal:
             raise ValueError(f"size is the number of ranks, got {self.size}")
         if len(self.permits) > 1 and self.hardware is None:
             raise ValueError(
-                "wire='auto' weighs bytes against packing, which depends on the hardware: pass "
-                "hardware=dsp.Hardware(...), or name a format"
+                "wire='auto' weighs the time that fewer bytes save against the time to convert them, by the "
+                "hardware: pass hardware=dsp.Hardware(...), or name a format"
             )
 
     @property

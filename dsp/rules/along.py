@@ -100,7 +100,7 @@ def over_ranks(f: Frame, x: Operand, cut: Cut, gone: list[int], keep: bool, name
         return statistics.norm(f, x, cut, gone, keep)
     raise f.refuse(
         "it reduces over the sharded dim",
-        "Sums, means, max and min, any and all, norms and logsumexp are reduced over all ranks; put any other "
+        "dsp reduces sum, mean, max, min, any, all, norms and logsumexp over all ranks; put any other "
         "reduction into a stage that computes over the dim",
     )
 

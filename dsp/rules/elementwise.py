@@ -38,7 +38,8 @@ def elementwise(f: Frame) -> Outcome:
         raise f.refuse("the number of places that it finds depends on the data")
     if f.kwargs.get("generator") is not None:
         raise f.refuse(
-            "its generator draws for the whole tensor", "Draw it whole, as torch.randn(x.shape, generator=g) does"
+            "on this rank's shard its generator would draw other numbers than for the full tensor",
+            "Draw the numbers for the full shape, as torch.randn(x.shape, generator=g) does",
         )
     return align(f, operands)[1]
 

@@ -41,9 +41,10 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
         lead *= size
     if best is None:
         raise f.refuse(
-            f"reshaping to {list(new)} folds dim {cut.dim} (size {extent}) across the chunks of {f.n} ranks",
-            "Reshape inside a stage whose pattern writes the fold, as '(b t) [s c]', or make the sharded dim the "
-            "last of it",
+            f"after reshaping to {list(new)}, what each of {f.n} ranks holds of dim {cut.dim} (size {extent}) would "
+            "be no chunk of any dim",
+            "Reshape inside a stage whose pattern writes the fold, as '(b t) [s c]', or put the sharded dim last among "
+            "the dims that are merged",
         )
     return best
 

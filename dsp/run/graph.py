@@ -233,13 +233,13 @@ def refuse_for(reasons: Sequence[str]) -> None:
 def reasons_before(runtime: Any, script: Script, flat: list[Any], weights: list[Tensor]) -> Iterator[str]:
     """The reasons against a graph that are known before recording."""
     if script.recorded:
-        yield "it finds its way by what its tensors hold"
+        yield "its control flow depends on the values of tensors"
     if script.random_glue or script.random_stages:
         yield "it draws random numbers"
     for odd in (v for v in options_of(flat) if type(v) not in SIMPLE):
         yield f"an input is a {type(odd).__name__}, which may hold anything"
     if any(type(w) not in (Tensor, nn.Parameter) for w in weights):
-        yield "a weight is of another type than torch.Tensor, as those that fully_shard cuts"
+        yield "a weight is not a plain tensor, for instance a DTensor of fully_shard"
     own = {(id(module), key) for module, *keys in runtime.hooks for key in keys}
     for name, module in runtime.model.named_modules():
         if "forward" in module.__dict__ and module is not runtime.model:

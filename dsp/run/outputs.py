@@ -34,7 +34,10 @@ def bring_out(run: Run, output: Any, root: StagePattern | None, gathers: bool) -
     if root is not None and root.explicit_output:
         for pattern, (t, _) in zip(root.outputs, found):
             if t.ndim != len(pattern.axes):
-                raise NotationError(f"the model returned shape {tuple(t.shape)}, but its root pattern says '{pattern}'")
+                raise NotationError(
+                    f"the model returned shape {tuple(t.shape)}, but the pattern under the key '' of stages says "
+                    f"'{pattern}' after '->': write one name, or one fold, for each axis"
+                )
     return found
 
 

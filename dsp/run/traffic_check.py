@@ -157,7 +157,7 @@ def where_it_left(script: Script, run: Run) -> str:
     recorded = ", which is the record of an earlier call," if script.recorded else ""
     if run.unknown is None:
         return ""
-    return f"it came to {name(run.unknown)} on tensors on which the plan{recorded} has none"
+    return f"it called {name(run.unknown)} on tensors for which the plan{recorded} has no such call"
 
 
 def name(where: Where) -> str:

@@ -25,8 +25,11 @@ MISSED = (
     "{who} wrote in place into a copy, made when the tensor, or one that shares its memory, was switched or gathered. "
     "The original missed that write, and is read now. Use an out-of-place operation"
 )
-INTO_COPY = "{who} writes in place into {what}; write it out of place"
-INTO_PART = "{who} writes in place into its shard of a tensor that is replicated; write it out of place"
+INTO_COPY = "{who} writes in place into {what}; use an out-of-place operation"
+INTO_PART = (
+    "{who} writes in place into this rank's part of a tensor that every rank holds in full, and the rest of the "
+    "tensor would miss the write. Use an out-of-place operation"
+)
 
 
 def copy_source(t: Tensor) -> Any:
@@ -83,7 +86,7 @@ class Writes:
             own = t if shell is None else shell
             of = copy_source(own)
             if of is None and shell is None and local is not t:
-                of = "its part of a tensor that is whole"
+                of = "this rank's part of a tensor that every rank holds in full"
             elif of is None and shell is not None and memory(shell) != memory(local):
                 of = memory(shell)
             if of is not None:

@@ -274,7 +274,7 @@ def test_fewer_bits_have_to_save_a_part_of_the_step() -> None:
 
 
 def test_a_format_is_left_to_plans_alone() -> None:
-    with pytest.raises(ValueError, match="wire='auto' weighs bytes against packing"):
+    with pytest.raises(ValueError, match="wire='auto' weighs the time that fewer bytes save"):
         dsp.plan(Products(), torch.empty(1, 8, 8, 8), size=2, wire="auto")
     with pytest.raises(ValueError, match="wire='auto' is not accepted here: the best format depends on the links"):
         Wire.of("auto")

@@ -64,5 +64,5 @@ def test_sizes_and_folds() -> None:
         sizes("b t, b t", (2, 7), (2, 5))
     with pytest.raises(NotationError, match="says 1, but this axis"):
         sizes("b 1", (2, 7))
-    with pytest.raises(NotationError, match=r"2 axes .* of shape \(2, 7, 3\)"):
+    with pytest.raises(NotationError, match=r"2 axes .* its shape is \(2, 7, 3\)"):
         sizes("b t", (2, 7, 3))

@@ -195,7 +195,7 @@ def build_meta(name: str, **overrides: int) -> tuple[nn.Module, dict[str, Tensor
     ("name", "method", "size", "message"),
     [
         ("transformer2d", "rings", 2, "method='rings': expected one of 'dsp', 'ulysses', 'ring'"),
-        ("st_mamba", "ring", 2, "names no attention cores, which ring needs"),
+        ("st_mamba", "ring", 2, "has no attribute `cores`, which ring needs"),
         ("transformer2d", "ulysses", 8, "ulysses deals 4 heads over 8 ranks.*parallel.sp=4"),
     ],
 )

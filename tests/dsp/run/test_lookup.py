@@ -206,4 +206,4 @@ def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(mesh: Devic
     assert told[0] == told[2] == []
     if mesh.get_local_rank() == 0:  # which speaks for all
         [text] = told[1]
-        assert f"it came to {what} on tensors on which the plan has none" in text
+        assert f"it called {what} on tensors for which the plan has no such call" in text
