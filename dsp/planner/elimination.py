@@ -260,10 +260,12 @@ def _least(one: _Table, two: _Table) -> tuple[tuple[int, ...], dict[_Row, tuple[
         value, rest = row[0], row[1:]
         count += len(matching)
         for more, more_cost, more_largest in matching:
-            total = cost + more_cost, largest if largest > more_largest else more_largest
-            known = best.get(place := rest + more)
-            if known is None or total < known[0]:
-                best[place] = total, value
+            total, place = cost + more_cost, rest + more
+            known = best.get(place)
+            if known is None or total <= known[0][0]:
+                both = total, largest if largest > more_largest else more_largest
+                if known is None or both < known[0]:
+                    best[place] = both, value
     return one[0][1:] + fresh, best, count
 
 
