@@ -51,7 +51,9 @@ class Wrap(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if isinstance(grad, DTensor):
             if grad.placements != ctx.placements:
-                _refuse(f"the gradient of a sharded tensor arrived as {grad.placements}, and it is {ctx.placements}")
+                _refuse(
+                    f"the gradient of a sharded tensor arrived as {grad.placements}, and the tensor is {ctx.placements}"
+                )
             grad, _ = opened(grad)
         return grad, None
 

@@ -32,7 +32,8 @@ def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """
     axis, x = Axis.of(mesh), as_dtensor(x)
     if isinstance(x, DTensor):
-        raise TypeError(f"dsp.split takes a plain tensor, got a DTensor {x.placements}; use dsp.switch(x, dim)")
+        way = "use dsp.switch(x, dim)" if any(map(cut_of, x.placements)) else "pass x.to_local()"
+        raise TypeError(f"dsp.split takes a plain tensor, got a DTensor {x.placements}; {way}")
     cut = Cut(_dim(dim, x.ndim, "split"))
     if x.requires_grad and x.is_leaf:
         local = SplitInput.apply(x, axis, cut)
@@ -213,7 +214,7 @@ def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, li
     if cut is None:
         raise ValueError(
             f"dsp.{what}: the tensor is {x.placements[index]} on the sequence axis, not sharded; "
-            "split it first with dsp.split(x, mesh, dim)"
+            "split it first, with dsp.split(x.to_local(), mesh, dim)"
         )
     shape = list(x.shape)
     for i, p in enumerate(x.placements):

@@ -54,10 +54,10 @@ class Sharded(Tensor):
                 return func(*args, **kwargs)
         if backward:
             raise RuntimeError(
-                "an operation in backward uses a sharded tensor that an operation between stages saved for it, and "
-                "dsp cannot run it on shards. If this is activation checkpointing, use use_reentrant=False; if it is "
-                "an autograd.Function of your own, put it into a stage, a submodule with a pattern, where tensors "
-                "are local"
+                "dsp cannot run an operation of this backward on shards: it uses a sharded tensor that the forward "
+                "saved for it in an operation between stages. If this is activation checkpointing, use "
+                "use_reentrant=False; if it is an autograd.Function of your own, put it into a stage, a submodule "
+                "with a pattern, where tensors are local"
             )
         if func in COMPARING and not isinstance(args[1], (Tensor, Number)):
             return NotImplemented  # Python then evaluates x == "a" to False

@@ -100,7 +100,7 @@ def compare(
     for name, b in expected.buffers.items():
         off = error(got.buffers[name], b) if name in got.buffers else float("inf")
         if not off <= 10 * tolerance:
-            found.problems.append(f"leaves the buffer {name} other by {off:.1e}")
+            found.problems.append(f"leaves the buffer {name} off by {off:.1e}")
     found.gradients = dict(gradients(got, expected))
     for name, off in found.gradients.items():
         if not off <= max(10 * tolerance, ROUNDINGS * (rounding or {}).get(name, 0.0)):

@@ -83,9 +83,9 @@ def deal_heads(h: int, g: int, n: int) -> Deal:
     """Divide h query heads over n ranks as torch.chunk does; each rank also gets the key heads (of g) that it needs."""
     if n > h:
         raise NotationError(
-            f"ulysses deals {h} heads over {n} ranks, so some ranks would have no head and nothing to do: use at most "
-            f"{h} ranks (in the trainer parallel.sp={h}), a model with more heads, method='dsp_ulysses', which deals "
-            "heads over fewer ranks, or 'dsp', 'ring' or 'dsp_ring', which need no number of heads"
+            f"ulysses deals {h} heads over {n} ranks, so some ranks would have no head and nothing to do. Use at most "
+            f"{h} ranks (in the trainer: parallel.sp={h}); or a model with more heads; or method='dsp_ulysses', which "
+            "deals heads over fewer ranks; or method='dsp', 'ring' or 'dsp_ring', which work with any number of heads"
         )
     each = h // g
     q_parts = chunk_sizes(h, n)

@@ -186,7 +186,7 @@ def rule(*names: str, piecewise: bool = False) -> Callable[[Rule], Rule]:
 
 def no_rule(f: Frame) -> Outcome:
     name, way, _ = f.name.partition("_in_place")
-    advice = f"Make a new one, as in y = y.{name}(...)" if way else ""
+    advice = f"Make a new tensor instead, as in y = y.{name}(...)" if way else ""
     raise f.refuse("it has no rule for a sharded tensor", advice)
 
 
@@ -237,7 +237,7 @@ def align(f: Frame, operands: Sequence[Operand]) -> tuple[int, Outcome]:
         if (c.dim - other.ndim, c.outer, other.shape[c.dim]) != (position, cut.outer, size):
             raise f.refuse(
                 "its tensors are sharded along different dims",
-                "Compute them in stages that can share a layout, or give the module a pattern of its own",
+                "Compute them in stages that can share a layout, or in a submodule with a pattern of its own",
             )
     outcome = Outcome(Cut(max(o.ndim for o in operands) + position, cut.outer), size)
     for i, other in enumerate(f.operands()):

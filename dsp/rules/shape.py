@@ -41,8 +41,8 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
         lead *= size
     if best is None:
         raise f.refuse(
-            f"after reshaping to {list(new)}, what each of {f.n} ranks holds of dim {cut.dim} (size {extent}) would "
-            "be no chunk of any dim",
+            f"after reshaping to {list(new)}, the part of dim {cut.dim} (size {extent}) that each of {f.n} ranks holds "
+            "would not be a chunk of a dim of the result",
             "Reshape inside a stage whose pattern writes the fold, as '(b t) [s c]', or put the sharded dim last among "
             "the dims that are merged",
         )

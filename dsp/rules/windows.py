@@ -71,7 +71,7 @@ def strided(
     step, lead, span = window
     out = (x.shape[cut.dim] + 2 * lead - span) // step + 1 if out is None else out
     if out < 1:
-        raise f.refuse("it is shorter than the window")
+        raise f.refuse("the sharded dim is shorter than the window")
     if (step, lead, span) == (1, 0, 1):  # each row on its own, also in a fold
         return Outcome(cut, out, func=f.on_a_row(cut, out))
     return windowed(f, x, cut, out, lambda a, b: (a * step - lead, (b - 1) * step - lead + span), run, **kwargs)

@@ -123,7 +123,7 @@ class Graphs:
             why = why or "it draws random numbers of Python's or NumPy's"
         # without a graph, or with another graph, a rank might issue its collectives in another order
         if not same(self.axis, (bool(why), made and collectives(made[0].graph))):
-            why = why or "another rank could not record it, or otherwise"
+            why = why or "another rank could not record it, or recorded it otherwise"
         if made is None or why:
             raise Unfit(why)
         backend = self.backend

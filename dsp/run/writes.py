@@ -22,8 +22,9 @@ from dsp.tensors import memory, overlap, tensors_in, version
 
 # the errors of writes that are refused
 MISSED = (
-    "{who} wrote in place into a copy, made when the tensor, or one that shares its memory, was switched or gathered. "
-    "The original missed that write, and is read now. Use an out-of-place operation"
+    "{who} wrote in place into a copy of a tensor. The copy was made when that tensor, or one that shares its "
+    "memory, was switched or gathered. The original lacks that write, and the forward now reads the original. Use an "
+    "out-of-place operation"
 )
 INTO_COPY = "{who} writes in place into {what}; use an out-of-place operation"
 INTO_PART = (

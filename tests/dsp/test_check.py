@@ -147,7 +147,7 @@ LATE: dict[str, tuple[Any, list[str]]] = {
         ["outputs differ by", "(no_grad mode, t=4 s=3, call 1)"],
     ),
     "at another size": (lambda m, x: x.shape[2] < 4, ["outputs differ by", "(training mode, t=4 s=3, call 1)"]),
-    "a buffer": (keeps, ["leaves the buffer space.seen other by", "(training mode, t=7 s=5, call 1)"]),
+    "a buffer": (keeps, ["leaves the buffer space.seen off by", "(training mode, t=7 s=5, call 1)"]),
 }
 
 
