@@ -404,10 +404,10 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "a write into the model's own input": (
         lambda: Small(first=lambda x: x.mul_(2)),
-        ["mul() between stages writes in place into the model's own input 'x'", "out of place"],
+        ["mul() between stages writes in place into the model's own input 'x'", "out-of-place"],
     ),
     "a stage that writes into the model's own input": (
-        lambda: Small(Fn(adds)), ["stage 'space' writes in place into the model's own input 'x'", "out of place"],
+        lambda: Small(Fn(adds)), ["stage 'space' writes in place into the model's own input 'x'", "out-of-place"],
     ),
     "a stage that writes into its part of a whole tensor": (
         lambda: Small(Fn(adds), first=lambda x: torch.ones(x.shape) * 2),
