@@ -220,8 +220,9 @@ class SwitchPlan:
         own_src, own_dst = src_parts[rank], dst_parts[rank]
         if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
             raise RuntimeError(
-                f"rank {rank} holds {shape[src]} of dim {src} and {shape[dst]} of dim {dst}; expected its part of dim "
-                f"{src}, which is {own_src} of {src_size}, and all {sum(dst_parts)} of dim {dst}"
+                f"on rank {rank} the tensor has length {shape[src]} along dim {src} and {shape[dst]} along dim {dst}; "
+                f"expected {own_src} along dim {src} (this rank's part of {src_size}) and {sum(dst_parts)} along dim "
+                f"{dst} (all of it)"
             )
         rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
         self.total, self.rows = src_size * shape[dst] * rest, [own * rest for own in src_parts]

@@ -54,8 +54,8 @@ class Sharded(Tensor):
                 return func(*args, **kwargs)
         if backward:
             raise RuntimeError(
-                "dsp cannot run an operation of this backward on shards: it uses a sharded tensor that the forward "
-                "saved for it in an operation between stages. If this is activation checkpointing, use "
+                "this backward has an operation that dsp cannot run on shards: the operation uses a sharded tensor "
+                "that an operation between stages saved in the forward. If this is activation checkpointing, use "
                 "use_reentrant=False; if it is an autograd.Function of your own, put it into a stage, a submodule "
                 "with a pattern, where tensors are local"
             )

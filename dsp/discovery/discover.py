@@ -190,9 +190,9 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
         over = ", ".join(list(patterns.chosen)[:3])
         raise ValueError(
             f"discover found no dim to shard in {type(model).__name__}{' but the batch' * bool(search.batch)}: {over} "
-            f"compute{'s' * (len(patterns.chosen) == 1)} over every other dim of their tensors. Dynamic sequence "
-            "parallelism needs stages that leave a sequence dim free, such as attention within each frame and "
-            "attention across frames"
+            f"compute{'s' * (len(patterns.chosen) == 1)} over all{' other' * bool(search.batch)} dims of tensors. "
+            "Dynamic sequence parallelism needs stages that leave a sequence dim free, such as attention within each "
+            "frame and attention across frames"
         )
     return Stages(patterns.everywhere())
 

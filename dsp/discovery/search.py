@@ -260,8 +260,8 @@ class Search:
                     raise ValueError(
                         f"discover: {node.params[i]!r} of {node.path or 'the model'} has shape {node.shapes[i]}, and "
                         f"{where} could be the dim of size {dim.size} of {node.params[arg]!r}, so they cannot be told "
-                        "apart; pass inputs whose values differ, and whose batch, frames and tokens have different "
-                        "sizes"
+                        "apart; give batch, frames and tokens different sizes, and pass inputs whose elements differ "
+                        "from one another"
                     )
 
     def find_batch(self) -> tuple[Dim, ...]:

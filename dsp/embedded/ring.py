@@ -180,7 +180,7 @@ class Ring(AttentionCore):
         if next(core.module.parameters(), None) is not None:
             raise NotationError(
                 f"core {core.name!r} has parameters, which ring attention would ignore: it runs plain softmax "
-                "attention in place of the core. A core that attends to sums of keys and values over places, as "
+                "attention in place of the core. A core that first sums keys and values over positions, as "
                 "Linformer's does, needs the attributes `rows`, `project` and `attend` (dsp.embedded.low_rank). Use "
                 "method='dsp' or 'ulysses' for this core"
             )

@@ -34,9 +34,9 @@ from dsp.tensors import remade, tensors_in
 from dsp.traits import BY_NUMBER, Traits
 
 KEPT = (
-    "met a tensor without data. The forward was planned on fake tensors, and the model kept one of them in a place "
-    "that dsp cannot set back: no attribute, closure, global name or functools cache of the model's own code leads "
-    "there. Call the bare model once before dsp plans it, so that it keeps real tensors"
+    "met a tensor without data. The forward was planned on fake tensors, and the model kept one of them where dsp "
+    "cannot restore what was there before: no attribute, closure, global name or functools cache of the model's own "
+    "code leads there. Call the bare model once before dsp plans it, so that it keeps real tensors"
 )
 
 

@@ -204,8 +204,8 @@ class Index:
         problem = self.problem
         return Infeasible(
             f"no plan fits in {human(problem.capacity or 0)} a rank: {problem.ops[k].name!r} needs at least "
-            f"{human(need)}, of which {human(problem.resident)} for parameters and what else is always held{missed}; "
-            f"use more than {problem.size} ranks, activation checkpointing or a larger memory="
+            f"{human(need)}, of which {human(problem.resident)} for parameters and what else is always held{missed}. "
+            f"Use more than {problem.size} ranks, activation checkpointing or a larger memory="
         )
 
     def move(self, v: int, src: Layout, dst: Layout, before: int) -> Move:

@@ -69,7 +69,7 @@ class Sweep:
             left -= len(labels) * len(self.facts.live[k])
             labels = self.select(k + 1, labels)
             if not labels:
-                missed = "" if self.exact else " (the search was cut short and may have missed a plan)"
+                missed = "" if self.exact else ". The search was cut short, so it may have missed a plan that fits"
                 raise self.facts.infeasible(k, self.tight[k], missed)
         path = [labels[0]]
         while path[0].parent:

@@ -50,8 +50,8 @@ def captured_by(rest: Sequence[Any]) -> list[Tensor]:
 def unreadable() -> GlueError:
     return GlueError(
         "flex_attention() between stages: its score or mask function indexes a sharded tensor with positions of the "
-        "full tensor. Let it read a replicated tensor: an input that the pattern under the key '' of stages leaves "
-        "out, or a parameter"
+        "full tensor. Let it read a replicated tensor: a parameter, or an input of the model that stages[''] does "
+        "not name"
     )
 
 

@@ -41,8 +41,8 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
         lead *= size
     if best is None:
         raise f.refuse(
-            f"after reshaping to {list(new)}, the part of dim {cut.dim} (size {extent}) that each of {f.n} ranks holds "
-            "would not be a chunk of a dim of the result",
+            f"dim {cut.dim} (size {extent}) is sharded over {f.n} ranks, and after reshaping to {list(new)} a rank's "
+            "part would not be a chunk of any one dim",
             "Reshape inside a stage whose pattern writes the fold, as '(b t) [s c]', or put the sharded dim last among "
             "the dims that are merged",
         )

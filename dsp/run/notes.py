@@ -82,7 +82,7 @@ def misread(
             dims = " ".join(lengths.get(size) or next(others) for size in t.shape)
             before, arrow, after = stage.pattern.text.partition(" ->")
             return said + (
-                f"Its pattern does not mention {param!r} of shape {tuple(t.shape)}, which so came whole; if that has "
-                f"the dim too, write '{before}, {param}={dims}{arrow}{after}'"
+                f"Its pattern does not mention {param!r}, of shape {tuple(t.shape)}, so the stage got all of it and "
+                f"not a shard. If {param!r} has the dim {name!r} too, write '{before}, {param}={dims}{arrow}{after}'"
             )
     return said + f"If it computes over {name!r}, write [{name}] in '{stage.pattern.text}'"

@@ -71,9 +71,9 @@ log = logging.getLogger("dsp")
 
 
 COMPILE = (
-    "torch.compile of a parallelized model, or of more than one of its stages at once, does not work: give "
-    "dsp.parallelize compile=True, or compile the forwards of its stages after it, as in block.forward = "
-    "torch.compile(block.forward)"
+    "torch.compile of a parallelized model, or of several of its stages in one call, does not work. Give "
+    "dsp.parallelize compile=True; or, after dsp.parallelize, compile the forward of each stage by itself, as in "
+    "block.forward = torch.compile(block.forward)"
 )
 DIFFER = (
     "the ranks of one sequence-parallel group made different plans for the same inputs. Probably their models branch "

@@ -133,7 +133,7 @@ def test_infeasible_says_what_would_help():
         solve(problem)
     assert str(error.value) == (
         "no plan fits in 3.0 GiB a rank: 'triangle' needs at least 4.0 GiB, of which 1.0 GiB for parameters and what "
-        "else is always held; use more than 2 ranks, activation checkpointing or a larger memory="
+        "else is always held. Use more than 2 ranks, activation checkpointing or a larger memory="
     )
     assert solve(replace(problem, capacity=4 << 30)).peak == 4 << 30
 

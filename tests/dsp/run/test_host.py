@@ -263,7 +263,7 @@ def test_an_argument_that_a_stage_does_not_mention_is_named(mesh: DeviceMesh) ->
     model, scale = dsp.parallelize(Unmentioned(), mesh), torch.rand(2, 5, 6, 1)
     says = (
         r"stage 'space' ran on the whole, but on \d of 5 along 't' it raised: The size of tensor a .* does not mention "
-        r"'scale' of shape \(2, 5, 6, 1\), which so came whole; .* write 'b t \[s c\], scale=b t s 1'"
+        r"'scale', of shape \(2, 5, 6, 1\), so the stage got all of it .* write 'b t \[s c\], scale=b t s 1'"
     )
     with pytest.raises(dsp.NotationError, match=says):
         model(inputs(), scale)
