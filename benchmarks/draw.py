@@ -293,6 +293,7 @@ def redraw(name: str, found: Found, path: Path, look: bool = False) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     o = options(__doc__, arguments, {"only": PICTURES_OF}, only=list(PICTURES_OF), out=None)
+    (o.out or PICTURES).mkdir(parents=True, exist_ok=True)
     for name in o.only:
         source = RESULTS / f"{name}.json"
         redraw(name, read(source) if source.exists() else {}, (o.out or PICTURES) / f"{name}.svg", o.out is not None)

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
@@ -334,7 +335,7 @@ def test_every_result_says_where_it_is_from(script) -> None:
 
 @pytest.mark.parametrize("name", ["wire", "cluster", "memory", "cost-model", "decoding", "fold-memory", "ribbon"])
 def test_pictures_are_drawn_of_the_results(script, tmp_path: Path, name: str) -> None:
-    """``python benchmarks/draw.py`` after every measurement; byte for byte by the version that is pinned."""
+    """``python benchmarks/draw.py`` after every measurement; by the version that is pinned, but for last digits."""
     draw, matplotlib = script("draw"), pytest.importorskip("matplotlib")
     draw.main(["--only", name, "--out", str(tmp_path)])
     made = (tmp_path / f"{name}.svg").read_text()
@@ -342,7 +343,10 @@ def test_pictures_are_drawn_of_the_results(script, tmp_path: Path, name: str) ->
     smallest = min(float(size) for size in re.findall(r"font(?:-size)?: (?:bold |700 )?([\d.]+)px", made))
     assert smallest * 690 / (8.6 * 72) >= 11  # pixels, where the widest is 690 of them wide
     if f"matplotlib=={matplotlib.__version__}\n" in (ROOT / "constraints.txt").read_text():
-        assert made == (ROOT / f"docs/images/{name}.svg").read_text()
+        number, kept = re.compile(r"\d+\.\d+"), (ROOT / f"docs/images/{name}.svg").read_text()
+        assert number.sub("", made) == number.sub("", kept)
+        places, others = (np.array(number.findall(text), float) for text in (made, kept))
+        np.testing.assert_allclose(places, others, atol=1e-3)  # they differ from one kind of CPU to another
 
 
 def test_without_matplotlib_a_picture_is_left_out_in_one_line(script, monkeypatch, tmp_path: Path, capsys) -> None:

@@ -73,7 +73,17 @@ def test_it_trains_on_two_ranks_as_a_user_starts_it(folder, what):
         assert ".gif" in done.stdout
 
 
-@pytest.mark.parametrize("wrong", [True, slow(False)])
+def test_a_check_needs_ranks_and_stages(trainer, folder, capsys):
+    for more, said in (
+        ([], "start two or more"),
+        (["parallel.method=ulysses"], "which parallel.method=ulysses does not"),
+    ):
+        assert trainer.main(["model.yaml", "check=true", *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [True, False])
 def test_a_model_is_checked(folder, wrong):
     if wrong:
         (folder / "convtime.py").write_text(MODEL.replace('"time": "b [t] s [c]', '"time": "b t s [c]'))

@@ -106,6 +106,6 @@ def test_what_is_no_list_of_tensors_is_said() -> None:
     with pytest.raises(dsp.NotationError, match="'x', but it is a list, not a tensor, nor a list or tuple of tensors"):
         dsp.plan(Joint(), kwargs={**kwargs, "x": [*kwargs["x"], None]}, size=2)
     with pytest.raises(
-        dsp.NotationError, match=r"the pattern 'x\[1\]=c t₂ h₂ w₂' has 4 axes .* but .* shape \(4, 6, 6\)"
+        dsp.NotationError, match=r"the pattern 'x\[1\]=c t₂ h₂ w₂' has 4 axes .* but .* its shape is \(4, 6, 6\)"
     ):
         dsp.plan(Joint(), kwargs={**kwargs, "x": [kwargs["x"][0], kwargs["x"][1][:, 0]]}, size=2)
