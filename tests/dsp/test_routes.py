@@ -457,7 +457,7 @@ def test_wrong_routes_are_errors() -> None:
     refused("route: expected one of direct, hierarchical, rounds, auto, or a dsp.Route, got 'ring'", dsp.Route, "ring")
     refused("node is how many ranks of the axis share a node, got 0", dsp.Route, "rounds", node=0)
     given = {"kwargs": Grid.inputs(1, 4, 4), "size": 4}
-    refused(r"such as route=dsp.Route\('hierarchical', node=8\)", dsp.plan, Grid(), route="hierarchical", **given)
+    refused(r"give route=dsp.Route\('hierarchical', node=8\)", dsp.plan, Grid(), route="hierarchical", **given)
     refused("route='auto' chooses by the links", dsp.plan, Grid(), route=dsp.Route("auto", node=2), **given)
 
 

@@ -196,7 +196,7 @@ def test_what_no_line_helps_is_said_too() -> None:
     assert plan.share == 1
     said = "index_put() in conv (720 B). index_put(): it has no rule for a sharded tensor"
     assert f"every rank runs whole what is between stages: {said}" in plan.advice
-    with pytest.raises(ValueError, match="no dim to shard in Graph but the batch: conv computes over every other dim"):
+    with pytest.raises(ValueError, match="no dim to shard in Graph but the batch: conv computes over all other dims"):
         dsp.discover(CASES["written graph"][0](), CASES["written graph"][1])
 
 

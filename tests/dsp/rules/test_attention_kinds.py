@@ -202,7 +202,7 @@ class Reading(nn.Module):
 def test_what_functions_of_flex_attention_read_is_whole() -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        with pytest.raises(dsp.GlueError, match=r"score or mask function reads a tensor that is sharded"):
+        with pytest.raises(dsp.GlueError, match=r"score or mask function indexes a sharded tensor"):
             dsp.plan(Reading(), torch.randn(1, 4, 8, 16), size=2, stages={"": "x=b h n c"})
         staged = dsp.plan(nn.Sequential(Alike()), torch.randn(1, 4, 8, 16), size=2, stages={"0": "b h [n c]"})
     assert " h " in str(staged).split("\n")[2]
