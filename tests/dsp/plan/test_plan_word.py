@@ -194,7 +194,9 @@ def test_a_run_that_goes_another_way_says_so_once(mesh: DeviceMesh) -> None:
     assert told[:2] + told[3:] == [[], [], []]
     assert len(told[2]) == (mesh.get_local_rank() == 0)
     for said in told[2]:
-        assert re.search(r"sent 192 B in 2 calls where its plan says 96 B in 1: .* stage 'time' on .* has no such call", said)
+        assert re.search(
+            r"sent 192 B in 2 calls where its plan says 96 B in 1: .* stage 'time' on .* has no such call", said
+        )
 
 
 def gathering(m: toys.SpaceTime, x: Tensor) -> Tensor:
