@@ -11,10 +11,12 @@ pretrained ones.
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -224,14 +226,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=600, help="of that training (default 600)")
     parser.add_argument("--pipeline", choices=list(PIPELINES), help="a whole pipeline of random weights")
     options = parser.parse_args(arguments)
+    options.dir.mkdir(parents=True, exist_ok=True)
     try:
-        if options.pipeline:
-            save_pipeline(options.dir, options.pipeline)
-        else:
-            save_autoencoder(options.dir / "vae")
-            save_text_encoder(options.dir)
-        if options.fit:
-            fit(options.dir / "vae", options.fit, steps=options.steps)
+        with TemporaryDirectory(prefix=".unfinished-", dir=options.dir) as name:  # a fit that is ended leaves nothing
+            made = Path(name)
+            if options.pipeline:
+                save_pipeline(made, options.pipeline)
+            else:
+                save_autoencoder(made / "vae")
+                save_text_encoder(made)
+            if options.fit:
+                fit(made / "vae", options.fit, steps=options.steps)
+            shutil.copytree(made, options.dir, dirs_exist_ok=True)
     except (CodecError, VideoError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

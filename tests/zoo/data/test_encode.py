@@ -389,3 +389,4 @@ def test_the_tiny_encoders_are_fitted(whole, tmp_path, capsys):
     assert 0.5 < latent.std() < 2
     assert tiny_encoders.main([str(tmp_path / "b"), "--fit", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
+    assert not list((tmp_path / "b").iterdir())  # a fit that did not end leaves no random weights
