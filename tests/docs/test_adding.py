@@ -13,7 +13,7 @@ import torch
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.runs import launched, metrics
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from zoo.data.clips import Clips
 from zoo.data.sampling import VideoDataset
 from zoo.outside import outside
@@ -82,8 +82,7 @@ def test_a_check_needs_ranks_and_stages(trainer, folder, capsys):
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.parametrize("wrong", [slow(True), long(False)])
 def test_a_model_is_checked(folder, wrong):
     if wrong:
         (folder / "convtime.py").write_text(MODEL.replace('"time": "b [t] s [c]', '"time": "b t s [c]'))
