@@ -167,8 +167,6 @@ class Glue(GlueOnWholes):
         finally:
             for t in own:
                 t.__class__ = Sharded
-        if type(out) is Sharded and call.anew:
-            out = plain(out)
         if type(out) is Sharded or out is None:
             return out  # an argument, unchanged
         if call.pushes:

@@ -72,9 +72,8 @@ class PreparedCall(NamedTuple):
     narrowed: positions of replicated arguments to shard, and their cuts; own: the slice of arguments that are sharded
     tensors, None if they are not adjacent; writes: it writes into the first argument; aliases: results may be views of
     the first argument; views: the result is a view on one device, but may be a copy on this rank; copies: the result is
-    a copy by the plan, but may share memory with the argument on this rank; anew: the result is a new tensor, even if
-    this rank's call returns the argument (`follow.landed`); moves: operands move to other layouts first; pushes:
-    results are switched.
+    a copy by the plan, but may share memory with the argument on this rank; moves: operands move to other layouts
+    first; pushes: results are switched.
     """
 
     call: Any
@@ -87,7 +86,6 @@ class PreparedCall(NamedTuple):
     aliases: bool
     views: bool
     copies: bool
-    anew: bool
     moves: bool
     pushes: bool
 
@@ -284,7 +282,6 @@ def prepared(op: RuledCall, recipe: Recipe) -> PreparedCall | None:
         aliases=first and not in_place and (outcome.view or name in ALIASES),
         views=op.views,
         copies=bool(op.copies),
-        anew=name in DENSE and op.copies is None,
         moves=moves,
         pushes=any(recipe.push),
     )
@@ -298,7 +295,7 @@ def moves_first(op: RuledCall, recipe: Recipe) -> bool:
 
 def needs_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
     """Tell whether a call cannot be repeated without checks: it exchanges more than its operands, draws random numbers,
-    has an empty shard, or views a moved tensor."""
+    has an empty shard, views a moved tensor, or copies if it must and no plan says whether it does."""
     frame, name, axis = recipe.frame, op.what.name, op.run.axis
     if outcome.kwargs or recipe.draws or outcome.rows or outcome.numbers is not None or outcome.deal is not None:
         return True
@@ -307,7 +304,7 @@ def needs_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
         return True
     if (moves_first(op, recipe) or any(recipe.push)) and moves_with_care(op, recipe, outcome):
         return True
-    return name in DENSE and looks_dense(axis, outcome, outcome.cut)
+    return name in DENSE and (op.copies is None or looks_dense(axis, outcome, outcome.cut))
 
 
 def moves_with_care(op: RuledCall, recipe: Recipe, outcome: Outcome) -> bool:
