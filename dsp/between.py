@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dsp.calls import GlueError, tensor_args
+from dsp.calls import GlueError, instead_of, tensor_args
 from dsp.private import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from dsp.traits import UNRUNNABLE, Traits, traits
 
@@ -97,12 +97,11 @@ def suspects(what: Traits, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def unrunnable(what: Traits) -> GlueError:
-    own, way, _ = what.name.partition("_in_place")
-    new = f". Or make a new tensor: y = y.{own}(...)" if way else ""
+    instead = instead_of(what.name)
     name = UNRUNNABLE.get(what.name, f"{what.name}() under torch.vmap or another transform of torch.func")
     return GlueError(
         f"{name} between stages would work on this rank's shard as if it were the full tensor; do it in a "
-        "stage, a submodule with a pattern, where tensors are local" + new
+        f"stage, a submodule with a pattern, where tensors are local{instead and '. ' + instead}"
     )
 
 

@@ -27,6 +27,12 @@ class GlueError(RuntimeError):
         return super().__str__() + (f" (at {line})" if line else "")
 
 
+def instead_of(name: str) -> str:
+    """The advice to make a new tensor, for the name of an operation that changes its tensor in place; "" for others."""
+    own, in_place, _ = name.partition("_in_place")
+    return f"Make a new tensor instead, as in y = y.{own}(...)" if in_place else ""
+
+
 @dataclass(eq=False)
 class Operand:
     """A tensor argument: its global shape and its cut (None: replicated)."""

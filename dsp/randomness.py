@@ -37,37 +37,35 @@ def fork(axis: Axis) -> Any:
 
 
 def share(axis: Axis) -> Any:
-    """Begin random numbers that are the same on all ranks, seeded by rank 0, until `join` gets the returned state.
-
-    If none are drawn until then, the default generator is left as it was before.
-    """
-    before = _state(axis)
-    drawn = torch.randint(2**62, (1,), device="cuda" if axis.mesh.device_type == "cuda" else "cpu")
+    """Begin random numbers that are the same on all ranks, by a seed of rank 0, until `unshare` gets the token."""
+    before = _states(axis)
+    drawn = torch.randint(2**62, (1,), device="cuda" if len(before) > 1 else "cpu")
     dist.broadcast(drawn, group=axis.mesh.get_group(), group_src=0)
     after = _begin(axis, int(drawn))
-    return after, before, _state(axis)
+    return axis, before, after, _states(axis)
 
 
-def _begin(axis: Axis, value: int) -> Any:
-    state = _state(axis)
+def unshare(token: Any) -> None:
+    """End what `share` began. If nothing was drawn, the default generator is left as it was before."""
+    axis, before, after, begun = token
+    join(before if all(map(torch.equal, _states(axis), begun)) else after)
+
+
+def _begin(axis: Axis, value: int) -> tuple[Tensor, ...]:
+    states = _states(axis)
     torch.default_generator.manual_seed(value)
-    if state[1] is not None:
+    if len(states) > 1:
         torch.cuda.manual_seed(value)
-    return state
+    return states
 
 
-def _state(axis: Axis) -> tuple[Tensor, Tensor | None]:
-    """The states of the default generators, of the CPU and of the GPU."""
-    cuda = axis.mesh.device_type == "cuda"
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+def _states(axis: Axis) -> tuple[Tensor, ...]:
+    """The states of the default generators: of the CPU and, if the ranks have GPUs, of the GPU."""
+    own = torch.get_rng_state()
+    return (own, torch.cuda.get_rng_state()) if axis.mesh.device_type == "cuda" else (own,)
 
 
-def join(state: Any) -> None:
-    if len(state) == 3:
-        after, before, begun = state
-        now = torch.get_rng_state(), None if before[1] is None else torch.cuda.get_rng_state()
-        drew = any(a is not None and b is not None and not torch.equal(a, b) for a, b in zip(now, begun))
-        state = after if drew else before
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
+def join(states: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from dsp.calls import GlueError, Operand, replaced
+from dsp.calls import GlueError, Operand, instead_of, replaced
 from dsp.deal import RowDeal
 from dsp.layout import Cut
 from dsp.rows import Rows
@@ -185,9 +185,7 @@ def rule(*names: str, piecewise: bool = False) -> Callable[[Rule], Rule]:
 
 
 def no_rule(f: Frame) -> Outcome:
-    name, way, _ = f.name.partition("_in_place")
-    advice = f"Make a new tensor instead, as in y = y.{name}(...)" if way else ""
-    raise f.refuse("it has no rule for a sharded tensor", advice)
+    raise f.refuse("it has no rule for a sharded tensor", instead_of(f.name))
 
 
 def only(f: Frame) -> tuple[Operand, Cut]:

@@ -172,12 +172,14 @@ def kind_of(model: nn.Module) -> torch.dtype:
 class FullEntry(CallEntry):
     """The state shared by calls with one signature of inputs; `number`: a hash of the signature.
 
-    told: the message logged about traffic that differs from the plan. graphs: the graphs of ``compile``. astray: the
-    key of a plan that a run left, until the next call makes a new plan; anew: such a new plan has been made.
+    told, whole: the messages logged about traffic that differs from the plan, and about a forward without a plan.
+    graphs: the graphs of ``compile``. astray: the key of a plan that a run left, until the next call makes a new plan;
+    anew: such a new plan has been made.
     """
 
     number: int
     told: str = ""
+    whole: str = ""
     astray: str = ""
     anew: bool = False
     graphs: list[Graph] | None = field(default_factory=list)  # None: none can be made
@@ -341,9 +343,9 @@ class FullRuntime(Runtime):
         if plan is None and run.within is None:  # a checkpoint will call the model again: same choices, so no new plan
             args, kwargs = given
             entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
-            if entry.plan is None and not entry.told:
-                entry.told = UNPLANNED.format(model=type(self.model).__name__, why=run.why or DIFFER)
-                (log.warning if self.axis.rank == 0 else log.info)(entry.told)
+            if entry.plan is None and not entry.whole:
+                entry.whole = UNPLANNED.format(model=type(self.model).__name__, why=run.why or DIFFER)
+                (log.warning if self.axis.rank == 0 else log.info)(entry.whole)
         output = super().finished(run, entry, output, given)
         if check is not None:
             check.end()

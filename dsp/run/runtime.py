@@ -19,7 +19,7 @@ from dsp.plan.program import Program
 from dsp.plan.script import Script
 from dsp.plan.solve import Goal, solved
 from dsp.plan.tracing import How, trace
-from dsp.randomness import join, share
+from dsp.randomness import share, unshare
 from dsp.run.forward import Run
 from dsp.run.inputs import DeclaredInput, describe, given_cuts, places, split, taken_apart, with_true_gradients
 from dsp.run.lookup import NUMBERS
@@ -140,14 +140,14 @@ class Runtime:
 
     def driven(self, run: Run, entry: Any, args: Any, kwargs: Any) -> Any:
         """The output of a forward, for arguments that `taken` has prepared."""
-        state = share(self.axis) if run.script is None or run.script.random_glue else None
+        shared = share(self.axis) if run.script is None or run.script.random_glue else None
         try:
             with active(self, run):
                 output = self.forward(*args, **kwargs)
             return self.finished(run, entry, output, (args, kwargs))
         finally:
-            if state is not None:
-                join(state)
+            if shared is not None:
+                unshare(shared)
 
     def taken(self, run: Run, entry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments for the forward: declared inputs are split and have the plan's numbers."""
