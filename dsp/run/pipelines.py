@@ -85,7 +85,8 @@ def axes_of(model: Any, mesh: Any) -> tuple[DeviceMesh | None, Any]:
 class SharedBatch:
     """A model's forward whose batch, such as guidance's two predictions, is divided over the ranks of an axis.
 
-    Arguments with as many rows as the batch are divided, and those that the known line declares with the batch first.
+    Arguments with as many rows as the batch are divided, and those that the known line declares along their batch,
+    which is the first dim of the first that it declares.
     For inference: the results are gathered without a gradient.
     """
 
@@ -103,8 +104,9 @@ class SharedBatch:
         """The arguments of one rank. Raise ValueError for a batch that the ranks cannot divide evenly."""
         n = self.axis.size
         call, bound = self.signature.bind(args, kwargs)
-        declared = {id(b.tensor) for b in bound if b.pattern is not None}
-        rows = next(len(b.tensor) for b in bound if b.pattern is not None)
+        declared = [(b.tensor, b.pattern.axes) for b in bound if b.pattern is not None]
+        rows, batch = next((len(tensor), axes[0][0]) for tensor, axes in declared)
+        dims = {id(tensor): dim for tensor, axes in declared for dim, axis in enumerate(axes) if batch in axis}
         if rows % n:
             raise ValueError(
                 f"{type(self.model).__name__} is called with a batch of {rows}, which {n} groups cannot share. "
@@ -119,8 +121,9 @@ class SharedBatch:
                 return type(x)(own(value, least=3) for value in x)
             if not isinstance(x, Tensor) or x.ndim < least:
                 return x
-            share = len(x) == rows or (id(x) in declared and len(x) % rows == 0)
-            return x.chunk(n)[rank] if share else x
+            dim = dims.get(id(x), 0)
+            share = x.shape[dim] == rows or (id(x) in dims and x.shape[dim] % rows == 0)
+            return x.chunk(n, dim)[rank] if share else x
 
         return tuple(map(own, call.args)), own(call.kwargs)
 

@@ -126,11 +126,11 @@ def test_what_is_known_is_what_the_table_shows() -> None:
         assert [*inspect.signature(getattr(diffusers, kind).forward).parameters][1:] == entry["takes"]
 
 
-def doubled(rows: set[int], same: bool, x: Any) -> Any:
+def doubled(rows: set[int], same: bool, dim: int, x: Any) -> Any:
     """Two samples of what has one, the second the `same`; `rows`: lengths of dims that are samples and more."""
-    if isinstance(x, Tensor) and x.ndim and len(x) in rows:
+    if isinstance(x, Tensor) and x.ndim and x.shape[dim] in rows:
         other = torch.randn(x.shape).to(x.dtype) if x.is_floating_point() and not same else x
-        return torch.cat([x, other])
+        return torch.cat([x, other], dim)
     return x
 
 
@@ -146,7 +146,10 @@ def test_halves_of_a_batch_are_the_batch(name: str) -> None:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         model, rows = case.build().eval(), {1, 12} if "(b t)" in case.line else {1}
-        given = {k: pytree.tree_map(partial(doubled, rows, k.endswith("_ids")), v) for k, v in case.inputs().items()}
+        given = {
+            k: pytree.tree_map(partial(doubled, rows, k.endswith("_ids"), int(k.endswith("llama3"))), v)
+            for k, v in case.inputs().items()
+        }
         share = SharedBatch(model, {"": case.line}, SimpleNamespace(size=2))  # type: ignore[arg-type]
         expect = tensors_in(model(**given, return_dict=False))
         own = [share.part((), given, rank) for rank in (0, 1)]
