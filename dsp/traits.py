@@ -36,6 +36,7 @@ HOMONYMS = {
     torch.embedding: "embedding_of_weight",
     torch.ops.aten.detach.default: "detach",  # autograd.Function detaches results that it saves
     torch.binary_cross_entropy_with_logits: "binary_cross_entropy_by_number",
+    **dict.fromkeys((torch.batch_norm, torch.instance_norm), "norm_by_weight"),  # weights first, then statistics
     torch.nn.functional.unfold: "im2col",
     torch.autograd.grad: "autograd_grad",
     Tensor.requires_grad.__set__: "requires_grad",  # type: ignore[attr-defined]
@@ -86,6 +87,8 @@ KEYWORDS: dict[str, str] = {}
 # that fill the result with a number
 SOURCES: set[str] = set()
 FILLED: set[str] = set()
+# functions that draw random numbers, and whether a call of each does, by its args and kwargs
+DRAWN: dict[str, Callable[[Any, Any], bool]] = {}
 
 
 class Traits(NamedTuple):

@@ -30,7 +30,7 @@ def along(f: Frame) -> Outcome:
             dims = f.kwargs.get(name, default)
         if f.name in ("softmax", "log_softmax", "softmin") and f.get(1, "dim") is None:
             dims = int(x.ndim not in (0, 1, 3))  # torch's default
-    if f.name == "roll" and dims == -1 and "dims" not in f.kwargs and len(f.args) < 3:
+    if f.name == "roll" and (dims in ((), []) or (dims == -1 and "dims" not in f.kwargs and len(f.args) < 3)):
         raise f.refuse("it rolls the flattened tensor")
     if cut.dim in f.dims(dims, x.ndim):
         if cut.joined:
@@ -194,10 +194,11 @@ def group_norm(f: Frame) -> Outcome:
 @rule("instance_norm")
 def instance_norm(f: Frame) -> Outcome:
     x, cut = first(f)
+    running, own = f.get(1, "running_mean") is not None, f.get(5, "use_input_stats", True)
+    if running if own else cut.dim:
+        raise f.refuse("its running statistics are those of the whole tensor")
     if cut.dim == 0:
         return Outcome(cut, x.shape[0], func=f.on_a_row(cut, x.shape[0]))
-    if f.get(1, "running_mean") is not None or not f.get(5, "use_input_stats", True):
-        raise f.refuse("its running statistics are those of the whole tensor")
     return statistics.grouped_norm(f, x, cut, x.shape[1], f.get(3, "weight"), f.get(4, "bias"), f.get(7, "eps", 1e-5))
 
 

@@ -44,6 +44,14 @@ def elementwise(f: Frame) -> Outcome:
     return align(f, operands)[1]
 
 
+@rule("data", piecewise=True)
+def data(f: Frame) -> Outcome:
+    """Detached: writes into `.data` itself are not counted, and copies in other layouts would miss them."""
+    outcome = elementwise(f)
+    outcome.func, outcome.args = torch.Tensor.detach, f.args[:1]
+    return outcome
+
+
 @rule("to type_as type", piecewise=True)
 def cast(f: Frame) -> Outcome:
     x, cut = f.args[0], f.args[0].cut
@@ -54,9 +62,10 @@ def cast(f: Frame) -> Outcome:
     return Outcome(cut, x.shape[cut.dim])
 
 
+UNBATCHED = {"dropout1d": 2, "dropout3d": 4}  # dims of an input without samples: channels come first
 apart(
     "feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout",
-    "one mask is shared along the sharded dim", lambda f, x: range(2, x.ndim),
+    "one mask is shared along the sharded dim", lambda f, x: range(1 + (UNBATCHED.get(f.name) != x.ndim), x.ndim),
 )  # fmt: skip
 
 
@@ -64,8 +73,11 @@ apart(
 def loss(f: Frame) -> Outcome:
     outcome = elementwise(f)
     how = f.kwargs.get("reduction", "mean")
-    if any(isinstance(a, (bool, str)) for a in f.args):
+    older = f.kwargs.get("size_average"), f.kwargs.get("reduce")
+    if any(isinstance(a, (int, str)) for a in f.args) or older != (None, None):
         raise f.refuse("pass reduction= by name")
+    if how == "mean" and f.name in ("mse_loss", "l1_loss") and f.kwargs.get("weight") is not None:
+        raise f.refuse("its mean divides by the sum of the weights")
     if how == "none":
         return outcome
     outcome.kwargs = {**f.kwargs, "reduction": "sum"}

@@ -56,8 +56,9 @@ miopen_depthwise_convolution miopen_rnn mode module_load msort mtia multi_dot mu
 multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss multinomial mv nanmedian nanquantile narrow_copy
 native_batch_norm native_channel_shuffle native_dropout native_group_norm native_layer_norm native_norm
 nested_tensor_size nested_tensor_storage_offsets nested_tensor_strides nll_loss nnz nonzero nonzero_static
-norm_except_dim nuclear_norm numpy orgqr ormqr outer pairwise_distance pca_lowrank pdist permute_copy pin_memory
-pinverse poisson poisson_nll_loss prelu put q_per_channel_axis q_per_channel_scales q_per_channel_zero_points q_scale
+norm_by_weight norm_except_dim nuclear_norm numpy orgqr ormqr outer pairwise_distance pca_lowrank pdist permute_copy
+pin_memory pinverse poisson poisson_nll_loss prelu put q_per_channel_axis q_per_channel_scales
+q_per_channel_zero_points q_scale
 q_zero_point qscheme quantile quantize_per_channel quantize_per_tensor quantize_per_tensor_dynamic quantized_batch_norm
 quantized_gru_cell quantized_lstm_cell quantized_max_pool1d quantized_max_pool2d quantized_max_pool3d
 quantized_rnn_relu_cell quantized_rnn_tanh_cell random record_stream register_post_accumulate_grad_hook renorm resize
@@ -348,6 +349,27 @@ def test_accepted_along(name: str) -> None:
     proof = prove(Call(func, args), 2)
     dims = {cut.dim for layouts, said in proof.found.items() if said == "ok" and (cut := layouts[0]) is not None}
     assert len(dims) >= least, proof
+
+
+NONE: dict[str, tuple[Call, int]] = {  # calls, and a dim along which no rule may take them
+    "running statistics": (Call(F.instance_norm, (x(4, 6, 3), torch.zeros(6).double(), torch.ones(6).double())), 0),
+    "a weighted mean": (Call(F.mse_loss, (x(4, 6), x(4, 6)), {"weight": x(4, 6)}), 0),
+    "an older reduction": (Call(F.l1_loss, (x(4, 6), x(4, 6)), {"size_average": False}), 0),
+    "no dims to roll": (Call(torch.roll, (x(4, 6), 1, ())), 0),
+    "channels first": (Call(F.dropout1d, (x(4, 6), 0.5), values=False), 1),
+    "channels first, in 3 dims": (Call(F.dropout3d, (x(4, 6, 2, 2), 0.5), values=False), 1),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+@pytest.mark.filterwarnings("ignore:size_average")
+def test_refused_along(name: str) -> None:
+    call, dim = NONE[name]
+    cuts = tuple(
+        Cut(dim) if t.ndim > dim and t.shape[dim] > 1 and t.requires_grad else None
+        for t in tensors_in((call.args, call.kwargs))
+    )
+    assert prove(call, 2, only=[cuts]).found == {cuts: "refused"}
 
 
 @pytest.mark.parametrize("func", [torch.kron, torch.nonzero])
