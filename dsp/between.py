@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -19,6 +20,7 @@ from dsp.private import get_unwrapped, is_functorch_wrapped_tensor, maybe_curren
 from dsp.traits import UNRUNNABLE, Traits, traits
 
 INDEXED = frozenset({"getitem", "setitem"})
+ITEMS = frozenset({int, slice, type(None), type(...), list, bool})  # the usual items of an index, beside tensors
 
 
 class Between(TorchFunctionMode):
@@ -46,8 +48,14 @@ class Between(TorchFunctionMode):
         return self.operation(func, what, args, kwargs, types)
 
     def numbered(self, args: Any) -> Any:
-        """The arguments of an index, with numbers in the place of tensors that bound a slice."""
+        """The arguments of an index, with numbers in the place of tensors that bound a slice, and with numbers,
+        lists and tensors in the place of those of other libraries."""
         index = args[1]
+        for i in index if type(index) is tuple else (index,):
+            if type(i) not in ITEMS and not isinstance(i, Tensor):
+                index = tuple(map(usual, index)) if type(index) is tuple else usual(index)
+                args = args[0], index, *args[2:]
+                break
         for i in index if type(index) is tuple else (index,):
             if type(i) is slice and (
                 isinstance(i.start, Tensor) or isinstance(i.stop, Tensor) or isinstance(i.step, Tensor)
@@ -103,6 +111,15 @@ def unrunnable(what: Traits) -> GlueError:
         f"{name} between stages would work on this rank's shard as if it were the full tensor; do it in a "
         f"stage, a submodule with a pattern, where tensors are local{instead and '. ' + instead}"
     )
+
+
+def usual(item: Any) -> Any:
+    """An item of an index as rules read it: a number of NumPy's as an int, its array as a tensor, a range as a list."""
+    if isinstance(item, np.ndarray):
+        return torch.as_tensor(item) if item.ndim else item.item()
+    if isinstance(item, (range, tuple)):
+        return list(item)
+    return item if type(item) in ITEMS or isinstance(item, Tensor) else operator.index(item)
 
 
 def by_number(index: Any) -> Any:
