@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -67,7 +68,9 @@ def on_parts(op: RuledCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor
     args = without_operands(frame.args if outcome.args is None else outcome.args, table)
     named = frame.kwargs if outcome.kwargs is None else outcome.kwargs
     kwargs = {k: without_operands(v, table) for k, v in named.items()}
-    call = torch.Tensor.sum if outcome.reduce is not None and name == "mean" else outcome.func or op.func
+    call, half = outcome.func or op.func, outcome.reduce not in (None, 1.0) and in_half(parts, kwargs)
+    if outcome.reduce is not None:
+        call = summing(call, name, half, kwargs)
     with writes(op, parts, recipe.wanted) as views:
         own = [t for t in parts if isinstance(t, Sharded)]
         with bare(own), quiet(parts), forked(run.axis) if recipe.draws else nullcontext():
@@ -77,13 +80,31 @@ def on_parts(op: RuledCall, recipe: Recipe, outcome: Outcome, parts: list[Tensor
             out = plainly(call(*args, **kwargs))
             if outcome.deal is not None:
                 out = collected(op, outcome, outcome.deal, out)
-        if outcome.reduce is None:
-            return views(out)
-        total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), run.axis.group)
-        out = (total / outcome.reduce if outcome.reduce != 1.0 else total).to(out.dtype)
-        if name in ("select", "getitem"):  # a view on one device
-            as_copy(op, out, parts[0])
-        return out
+        return views(out) if outcome.reduce is None else summed(op, outcome, parts, out, half)
+
+
+def summing(call: Any, name: str, half: bool, kwargs: dict[str, Any]) -> Any:
+    """The function by which a rank sums its part of a mean, or takes its mean: in half precision a sum may overflow."""
+    if half and "reduction" in kwargs:
+        kwargs["reduction"] = "mean"
+    return torch.Tensor.sum if name == "mean" and not half else call
+
+
+def summed(op: RuledCall, outcome: Outcome, parts: list[Tensor], out: Tensor, means: bool) -> Tensor:
+    """The ranks' results, which may be means of their parts, summed and divided as the rule says."""
+    own = out.to(summed_in(out.dtype))
+    if means:
+        own = own * (math.prod(torch.broadcast_shapes(*(plain(t).shape for t in parts))) / out.numel())
+    total = torch.ops.dsp.all_reduce(own, op.run.axis.group)
+    out = (total / outcome.reduce if outcome.reduce != 1.0 else total).to(out.dtype)
+    if op.what.name in ("select", "getitem"):  # a view on one device
+        as_copy(op, out, parts[0])
+    return out
+
+
+def in_half(parts: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a rank's mean is computed in half precision; on an empty rank it is not."""
+    return kwargs.get("dtype") is None and all(plain(t).numel() and t.element_size() == 2 for t in parts)
 
 
 def read(run: Run, wanted: Sequence[tuple[Tensor, Cut | None, tuple[Rows, ...]]]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dsp.layout import Axis, Cut
 from dsp.rows import Rows, read_rows
 from tests.support.beside import averaged
 from tests.support.slow import slow
+from tests.support.toys import Does
 
 
 def spans(n: int, size: int, seed: int) -> tuple[tuple[int, int], ...]:
@@ -124,6 +126,40 @@ def test_a_batch_norm_in_training(mesh: DeviceMesh, length: int) -> None:
         one.train()(x).square().sum().backward()
     for name, grad in averaged(model, mesh).items():
         torch.testing.assert_close(grad, dict(single.named_parameters())[name].grad)
+
+
+@pytest.mark.parametrize("mesh", [3], indirect=True)
+@pytest.mark.parametrize("samples", [7, 2])
+def test_an_instance_norm_that_tracks_statistics(mesh: DeviceMesh, samples: int) -> None:
+    """Over samples too: sharded along them, each rank would keep statistics of its own."""
+    single = nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(3, track_running_stats=True)).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "input=b c l", "0": "b c [l]"})
+    for _ in range(3):
+        x = torch.randn(samples, 3, 4).double()
+        torch.testing.assert_close(model(x), single(x))
+        torch.testing.assert_close(dict(model.named_buffers()), dict(single.named_buffers()))
+
+
+HALF: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(), "mean of a dim": lambda x: x.mean(1, keepdim=True),
+    "loss": lambda x: F.l1_loss(x, -x), "loss of squares": lambda x: F.mse_loss(x, x / 8),
+    "mean in fp32": lambda x: x.mean(dtype=torch.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [3], indirect=True)
+def test_a_mean_in_half_precision_does_not_overflow(mesh: DeviceMesh) -> None:
+    """A rank's sum would: 1400 times 50 is more than half precision has."""
+    x = torch.linspace(1, 99, 2801, dtype=torch.float16)[None].repeat(2, 1)
+    for name, f in HALF.items():
+        model = dsp.parallelize(Does(lambda m, x, f=f: f(x * 1)), mesh, {"": "x=b t"})
+        leaf, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expect, found = f(leaf * 1), model(own)
+        torch.testing.assert_close(found, expect, rtol=2e-3, atol=0, msg=name)
+        expect.sum().backward(), found.sum().backward()
+        torch.testing.assert_close(own.grad, leaf.grad, rtol=2e-3, atol=1e-7, msg=name)
+    short = dsp.parallelize(Does(lambda m, x: (x * 1).mean()), mesh, {"": "x=b t"})  # the last rank holds nothing
+    torch.testing.assert_close(short(x[:, :4]), x[:, :4].mean())
 
 
 class Ends(nn.Module):
