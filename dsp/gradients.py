@@ -54,7 +54,7 @@ class Wrap(torch.autograd.Function):
                 _refuse(
                     f"the gradient of a sharded tensor arrived as {grad.placements}, and the tensor is {ctx.placements}"
                 )
-            grad, _ = opened(grad)
+            grad = connected_local(grad)  # by autograd, which may differentiate once more
         return grad, None
 
 
@@ -74,7 +74,8 @@ class Unwrap(torch.autograd.Function):
         spec, stride = ctx.spec, global_stride(grad, ctx.spec.shape)
         if stride != spec.stride:
             spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, stride, grad.dtype))
-        return dtensor(grad, spec)
+        with torch._C.DisableTorchFunction():
+            return Wrap.apply(grad, spec)
 
 
 class GuardedWrap(Wrap):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dsp.exchange import alone, switch_plan, wait
 from dsp.observers import notify, run_observed, save_observer
@@ -41,6 +42,7 @@ class _Launch(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, token: Tensor) -> Any:
         pending = ctx.pending
         return pending.back.unpack(wait(pending.__dict__.pop("grad_buffer"))), None
@@ -54,6 +56,7 @@ class _Await(torch.autograd.Function):
         return pending.there.unpack(wait(pending.__dict__.pop("buffer")))  # type: ignore[attr-defined]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         pending = ctx.pending
         src, dst, _, group = pending.args
