@@ -32,6 +32,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # pl
 from torch.distributed.tensor.placement_types import _StridedShard  # a dim inside a fold, sharded
 from torch.multiprocessing.reductions import StorageWeakRef  # identifies the memory of a tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # the base of all batch norms
+from torch.nn.modules.dropout import _DropoutNd  # the base of all dropouts
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode  # modes leave while a stage runs
 from torch.utils import _pytree as pytree  # tensors inside any arguments
 from torch.utils._mode_utils import no_dispatch  # skips all dispatch modes
@@ -301,6 +302,9 @@ class Recompute:
 set_backward_hooks: Any = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
 
 
+SCRIPTED = (torch._C.ScriptFunction, torch._C.ScriptMethod)  # what TorchScript compiled, as it is called
+
+
 __all__ = [
     "COMPILERS_OWN",
     "CONTEXT",
@@ -309,6 +313,7 @@ __all__ = [
     "LEAF",
     "OF_AN_OP",
     "PASSING",
+    "SCRIPTED",
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "DataDependentOutputException",
@@ -321,6 +326,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "_BatchNorm",
+    "_DropoutNd",
     "_StridedShard",
     "_disable_current_modes",
     "_get_current_dispatch_mode",

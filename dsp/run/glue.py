@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import dsp.run.scripted  # noqa: F401 (what it lets modes see)
 from dsp.calls import GlueError, replaced, tensor_args
 from dsp.collectives import inexact
 from dsp.layout import At, Cut

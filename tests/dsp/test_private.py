@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -262,6 +263,23 @@ def batch_norms() -> None:
         assert issubclass(kind, private._BatchNorm)
 
 
+def dropouts() -> None:
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout):
+        assert issubclass(kind, private._DropoutNd)
+        assert kind(0.25).p == 0.25
+
+
+def scripted() -> None:
+    """What TorchScript compiled is called by these classes, whose `__call__` can be set."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = torch.jit.script(nn.ReLU())
+        traced = torch.jit.trace(torch.relu, torch.ones(1))
+    assert [type(module.forward), type(traced)] == [*private.SCRIPTED][::-1]
+    for kind in private.SCRIPTED:
+        kind.__call__ = kind.__call__
+
+
 def module_dicts() -> None:
     """The dicts that a model's skeleton copies, and the wrapper of torch.compile that names are read through."""
     module = nn.Linear(2, 2)
@@ -403,6 +421,7 @@ ALONE = [
     modules, tensors,
     checkpoint_frame, unknown_checkpoints, functions, backward_pass, after_backward, backward_node, leaf, passing,
     fake_tensors, dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms,
+    dropouts, scripted,
     module_dicts, of_the_zoo, transforms, saving_hooks, compilers, slow(compiling),
 ]  # fmt: skip
 
