@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
+
+from dsp.traits import DRAWN
 
 # products mix every element of one operand with every element of the other
 PRODUCTS = frozenset(
@@ -36,6 +39,16 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return bool(p)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(p and training)
+
+
+WITHOUT_RULE = """
+rand randn randint randint_like randperm multinomial poisson binomial random rrelu gumbel_softmax native_dropout
+fractional_max_pool2d fractional_max_pool3d svd_lowrank pca_lowrank multi_head_attention_forward
+""".split()
+RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+DRAWN.update({name: partial(draws, name) for name in (*RANDOM, *DROPOUTS)})
+DRAWN.update(dict.fromkeys(WITHOUT_RULE, lambda args, kwargs: True))
+DRAWN.update(dict.fromkeys(RECURRENCES, lambda args, kwargs: len(args) < 9 or bool(args[5] and args[6])))
 
 
 # they allocate memory only if they must, and on a rank's shard it may look as if they need not

@@ -17,6 +17,7 @@ from dsp.methods import RankPart
 from dsp.moves import Part, switch_all
 from dsp.plan.script import INPUTS, Script, Where
 from dsp.private import StorageWeakRef, checkpoint_frame, compared_as, saving_hooks
+from dsp.randomness import share, unshare
 from dsp.run.lookup import NUMBERS, Lookup
 from dsp.run.views import Views
 from dsp.run.writes import Writes, copy_source
@@ -60,6 +61,8 @@ class Run(Lookup):
         self.within = checkpoint_frame() if saving_hooks(False) is not None else None  # a checkpoint around the model
         if self.within is not None:
             compared_as(self.within, plain)
+        # what `share` returned, once all ranks draw the same numbers between stages; True if they did before this run
+        self.alike: Any = None
         self.mode: Any = None  # `dsp.run.whole.GlueOnWholes`, while this run is the active one
 
     @contextmanager
@@ -93,6 +96,15 @@ class Run(Lookup):
                 "backward() inside it; that would give wrong gradients of weights. Put the function into a stage, a "
                 "submodule with a pattern, where tensors are local; or use torch.utils.checkpoint(use_reentrant=False)"
             )
+
+    def draw_alike(self) -> None:
+        """From now on draw the same random numbers on all ranks, between stages."""
+        self.alike = share(self.axis)
+
+    def draw_as_before(self) -> None:
+        """End what this run began by `draw_alike`."""
+        if self.alike is not True:
+            unshare(self.alike)
 
     # --- sharded tensors ---
 

@@ -130,4 +130,8 @@ def with_true_gradients(axis: Axis, args: Any, kwargs: Any) -> tuple[Any, Any]:
         assert cut is not None
         return carry(ScaleGradient.apply(connected_local(t), axis.size), axis.at(t.shape, cut))
 
-    return pytree.tree_map_only(Tensor, true_gradient, (args, kwargs))
+    def prepared(v: Any) -> Any:  # a list that the forward is to fill stays the caller's
+        asks = any(t.requires_grad for t in tensors_in(v))
+        return pytree.tree_map_only(Tensor, true_gradient, v) if asks else v
+
+    return tuple(map(prepared, args)), {k: prepared(v) for k, v in kwargs.items()}

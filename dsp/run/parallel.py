@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from dsp.plan.tracing import KEPT
 from dsp.private import (
     COMPILERS_OWN,
     AsyncCollectiveTensor,
+    _DropoutNd,
     backward_hooks_of,
     compiled_call,
     compiler_loaded,
@@ -59,7 +61,7 @@ from dsp.run.lookup import NUMBERS
 from dsp.run.notes import add_note
 from dsp.run.piecewise import PieceCalls, in_pieces
 from dsp.run.pipelines import Method, SharedBatch, axes_of, parts_of
-from dsp.run.runtime import CallEntry, Runtime
+from dsp.run.runtime import CallEntry, Runtime, counting_writes
 from dsp.run.traffic_check import PlannedCounts, TrafficCheck
 from dsp.sharded import ACTIVE
 from dsp.signature import Signature
@@ -192,7 +194,7 @@ class FullRuntime(Runtime):
     plan; records forwards that read their data; and runs forwards as one graph, if asked to.
     """
 
-    OWN = f"{Runtime.OWN} between followed_in backward agreement graphs"
+    OWN = f"{Runtime.OWN} between followed_in backward agreement graphs modules dropouts"
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
@@ -221,6 +223,12 @@ class FullRuntime(Runtime):
         self.between = [hooks for m in between for hooks in hooks_of(m)]
         self.followed_in = [*(stage.module for stage in self.stages), *between]
         self.backward = [hooks for m in (self.model, *self.followed_in) for hooks in backward_hooks_of(m)]
+        self.modules = [*self.model.modules()]
+        self.dropouts = [m for m in self.modules if isinstance(m, _DropoutNd)]
+
+    def modes(self) -> Any:
+        """The modules in training, and what dropouts drop: by these a plan knows what draws random numbers."""
+        return bytes(map(attrgetter("training"), self.modules)), *map(attrgetter("p"), self.dropouts)
 
     def between_stages(self, run: Run) -> Glue:
         cut = in_pieces(self.stages, run.script) if run.script is not None and run.script.in_pieces else ()
@@ -247,6 +255,9 @@ class FullRuntime(Runtime):
                 "for each, on a mesh of its own"
             )
         try:
+            if torch.is_inference_mode_enabled():
+                with counting_writes():
+                    return self.once(args, kwargs)
             return self.once(args, kwargs)
         finally:
             self.idle.release()
@@ -261,7 +272,7 @@ class FullRuntime(Runtime):
             leaves, spec = taken_apart(args, kwargs)
         if not isinstance(spec, tuple):  # a pytree's spec: objects may be among the inputs
             refuse_leaves(leaves)
-        key = (describe(leaves, spec), self.model.training, torch.is_grad_enabled())
+        key = (describe(leaves, spec), self.modes(), torch.is_grad_enabled())
         if self.kept:
             key = (*key, *(lying(path, self.model, args, kwargs) for path in self.kept))
         entry: FullEntry | None = self.entries.get(key)

@@ -238,7 +238,7 @@ def on_cuts(op: RuledCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], 
     If the rule refuses cuts that are not planned, other cuts are tried, then full tensors (no outcome). Raise GlueError
     if none of these works.
     """
-    frame, whole = op.frame(wanted), op.shells[0] is None
+    run, frame, whole = op.run, op.frame(wanted), op.shells[0] is None
     if op.kwargs.get("out") is not None:
         raise frame.refuse("out= has no rule for a sharded tensor")
     try:
@@ -247,8 +247,8 @@ def on_cuts(op: RuledCall, wanted: list[Cut | None]) -> tuple[list[Cut | None], 
         return wanted, frame, frame.outcome()
     except GlueError as refusal:
         into_whole = op.what.in_place and whole  # then the written value has to be replicated, too
-        if op.planned and not into_whole:
-            raise
+        if op.planned and not into_whole:  # planned with another float, such as the p of a norm
+            run.unknown = run.unknown or ("glue", op.index, op.what.name)
         # not planned: try another dim, then full tensors
         found = None if into_whole else detour(op)
         if found is None and op.what.in_place and not into_whole:

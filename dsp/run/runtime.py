@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +20,6 @@ from dsp.plan.program import Program
 from dsp.plan.script import Script
 from dsp.plan.solve import Goal, solved
 from dsp.plan.tracing import How, trace
-from dsp.randomness import share, unshare
 from dsp.run.forward import Run
 from dsp.run.inputs import DeclaredInput, describe, given_cuts, places, split, taken_apart, with_true_gradients
 from dsp.run.lookup import NUMBERS
@@ -31,6 +31,13 @@ from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, declared
 
 PLANS = 64  # input signatures whose plan is kept
+
+
+@contextmanager
+def counting_writes() -> Iterator[None]:
+    """A context for a call under inference_mode: that of no_grad, in which torch counts writes in place."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Decided(NamedTuple):
@@ -103,6 +110,9 @@ class Runtime:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if ACTIVE.get() is not None:  # inside another parallelized model: its plan governs
             return self.forward(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            with counting_writes():
+                return self.once(args, kwargs)
         return self.once(args, kwargs)
 
     def once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,14 +150,15 @@ class Runtime:
 
     def driven(self, run: Run, entry: Any, args: Any, kwargs: Any) -> Any:
         """The output of a forward, for arguments that `taken` has prepared."""
-        shared = share(self.axis) if run.script is None or run.script.random_glue else None
+        if run.script is None or run.script.random_glue:
+            run.draw_alike()
         try:
             with active(self, run):
                 output = self.forward(*args, **kwargs)
             return self.finished(run, entry, output, (args, kwargs))
         finally:
-            if shared is not None:
-                unshare(shared)
+            if run.alike is not None:
+                run.draw_as_before()
 
     def taken(self, run: Run, entry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments for the forward: declared inputs are split and have the plan's numbers."""

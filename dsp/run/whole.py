@@ -35,7 +35,7 @@ from dsp.private import (
 from dsp.run.forward import Run, Unfit
 from dsp.sharded import ACTIVE, READ, Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, plainly, tensors_in
-from dsp.traits import Traits
+from dsp.traits import DRAWN, Traits
 
 Again = Callable[[], AbstractContextManager[Run]]  # a context in which backward runs operations between stages
 PLAIN = frozenset({Tensor, nn.Parameter})  # torch functions written in Python list these among their types, too
@@ -157,6 +157,8 @@ class GlueOnWholes(Between):
             self.wait(what, args, kwargs)
         if saving_hooks(False) is not None:
             note_checkpoint(run)
+        if run.alike is None and name in DRAWN and DRAWN[name](args, kwargs):
+            run.draw_alike()  # its plan did not foresee that
         asks = run.writes.has_copies or name in run.on_wholes
         if not asks and PLAIN.issuperset(types) and not dtensors(args, kwargs):
             run.where = ("glue", -1, name)  # for operations that communicate by themselves
@@ -254,16 +256,20 @@ def sharded_in(args: Any, kwargs: Any) -> list[Sharded]:
 def in_backward(run: Run, script: Script | None) -> Again:
     """A context in which backward runs operations between stages as this run does, by `script`."""
     axis, sizes, first, turns, current = run.axis, run.root_sizes, run.first, dict(run.turns), ACTIVE.get()
-    declared = run.declared
+    declared, alike = run.declared, None if run.alike is None else True
     assert current is not None
     runtime = current[0]
 
     @contextmanager
     def again() -> Iterator[Run]:
         repeated = Run(axis, script, sizes, runtime.recipes, first, turns)
-        repeated.again, repeated.declared = True, dict(declared)
-        with active(runtime, repeated):
-            yield repeated
+        repeated.again, repeated.declared, repeated.alike = True, dict(declared), alike
+        try:
+            with active(runtime, repeated):
+                yield repeated
+        finally:
+            if repeated.alike is not None:
+                repeated.draw_as_before()
 
     return again
 

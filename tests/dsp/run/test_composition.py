@@ -573,6 +573,23 @@ def test_ranks_that_hold_different_inputs(mesh: DeviceMesh, how: str, says: str)
         model(**toys.inputs("Grid", 1, 4, 4))
 
 
+def test_ranks_that_hold_different_floats(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(toys.Does(lambda m, x, share: x * share), mesh, {"": "x=b t"})
+    for share in (0.5, 0.25):
+        torch.testing.assert_close(model(torch.ones(2, 4), share), torch.full((2, 4), share))
+    with pytest.raises(RuntimeError, match="different inputs"):
+        model(torch.ones(2, 4), 1.0 + mesh.get_local_rank())
+        model(torch.ones(2, 4), 0.5)
+
+
+def test_a_list_that_the_forward_fills_is_the_callers(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(toys.Does(lambda m, x, found: found.append(x.mean()) or x * 2), mesh, {"": "x=b t"})
+    for asks in (False, True, True):
+        found: list[Tensor] = []
+        model(torch.ones(2, 4, requires_grad=asks), found)
+        assert [t.item() for t in found] == [1.0]
+
+
 def test_refused_in_plain_words(mesh: DeviceMesh) -> None:
     """Those that docs/troubleshooting.md does not show."""
     grid = toys.make("Grid")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -91,6 +92,57 @@ def hooked(m: SpaceTime, x: Tensor) -> Tensor:
     for t in m.kept:
         t.retain_grad()
     return m.time(checkpoint(lambda y: y.flip(1), y, use_reentrant=False)) + means[:, None, None]
+
+
+def path(m: Any, x: Tensor) -> Tensor:
+    """A sample is dropped as a whole."""
+    return x * x.new_empty(len(x), 1).bernoulli_(0.5) if m.p else x * 2
+
+
+def test_random_numbers_that_the_plan_did_not_foresee(mesh: DeviceMesh) -> None:
+    """They are the same on every rank, whatever its seed, and again where a checkpoint computes them anew."""
+    for ckpt in (False, True):
+        does = (lambda m, x: checkpoint(path, m, x * m.w, use_reentrant=False) * x) if ckpt else path
+        model = dsp.parallelize(Does(does, p=0, w=nn.Parameter(torch.ones(6).double())), mesh, {"": "x=b t"})
+        x = torch.ones(16, 6).double()
+        model(x)
+        torch.manual_seed(mesh.get_local_rank())
+        for model.p in (1, 1, 1):
+            model.w.grad = None
+            y = model(x)
+            assert (y == y[:, :1]).all()
+            assert 0 < y.sum() < y.numel()
+            if ckpt:
+                y.sum().backward()
+                torch.testing.assert_close(averaged(model, mesh)["w"], y.detach().sum(0))
+
+
+class Drops(nn.Module):
+    """Dropout in a stage that is sharded, and in one that is whole."""
+
+    stages = {"": "x=[b] t", "own": "b t", "all": "[b] [k]"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.all = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.own(x), x * self.all(v)
+
+
+@pytest.mark.parametrize("off", ["eval", "p"])
+def test_dropouts_that_begin_to_drop(mesh: DeviceMesh, off: str) -> None:
+    model, x, v = dsp.parallelize(Drops(), mesh), torch.ones(32, 6), torch.ones(32, 1)
+    for drop in (model.own, model.all):
+        drop.train(off == "p").p = 0.0 if off == "p" else 0.5
+    model(x, v)
+    for drop in (model.own, model.all):
+        drop.train().p = 0.5
+    for same_seeds in (True, False, True):
+        torch.manual_seed(0 if same_seeds else mesh.get_local_rank())
+        y, z = model(x, v)
+        assert not torch.equal(y[:, :3], y[:, 3:]), "two ranks drew one mask"
+        assert (z == z[:, :1]).all(), "two ranks drew two masks"
 
 
 @pytest.mark.parametrize("mesh", [3])
@@ -260,6 +312,44 @@ def test_a_function_of_autograd_that_begins_a_backward_is_refused(mesh: DeviceMe
 def foreach(name: str) -> Any:
     """A function of lists of tensors, public since torch 2.15."""
     return getattr(getattr(torch, "foreach", None), name, None) or getattr(torch, f"_foreach_{name}")
+
+
+def of_torchscript(f: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is old
+        return torch.jit.script(f)
+
+
+def shares(x: Tensor) -> Tensor:
+    return x / x.abs().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "f", [shares, nn.Sequential(nn.Linear(4, 4), nn.Softmax(1)).double()], ids=["function", "module"]
+)
+def test_what_torchscript_compiled_runs_whole(mesh: DeviceMesh, f: Any) -> None:
+    compiled = of_torchscript(f)
+    model = dsp.parallelize(
+        Does(lambda m, x: compiled(x * m.w) * x, w=nn.Parameter(torch.ones(4).double())), mesh, {"": "x=b t c"}
+    )
+    for _ in range(3):
+        x = torch.randn(2, 7, 4).double().requires_grad_()
+        out = model(x)
+        torch.testing.assert_close(out, f(x) * x)
+        expect = torch.autograd.grad((f(x) * x).square().sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x), expect)
+
+
+def test_a_sharded_tensor_that_leaves_in_an_object(mesh: DeviceMesh) -> None:
+    """Its gradient is right by full_tensor(), and refused by any other way out."""
+    single = Does(lambda m, x: setattr(m, "kept", x * m.w) or x.mean(), w=nn.Parameter(torch.rand(4).double()))
+    model, x = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t c"}), torch.rand(2, 7, 4).double()
+    single(x), single.kept.square().mean().backward()
+    model(x), model.kept.full_tensor().square().mean().backward()
+    torch.testing.assert_close(averaged(model, mesh)["w"], single.w.grad)
+    model(x)
+    with pytest.raises(RuntimeError, match="this backward would give wrong gradients"):
+        model.kept.square().mean().backward()
 
 
 def test_functions_of_lists_are_not_those_of_one_tensor(mesh: DeviceMesh) -> None:

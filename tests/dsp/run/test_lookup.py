@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,3 +208,42 @@ def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(mesh: Devic
     if mesh.get_local_rank() == 0:  # which speaks for all
         [text] = told[1]
         assert f"it called {what} on tensors for which the plan has no such call" in text
+
+
+FLOATS = [
+    lambda x, p: F.normalize(x, p=p, dim=1), lambda x, p: torch.linalg.vector_norm(x, p, dim=1),
+    lambda x, p: F.interpolate(x.mT, scale_factor=p, mode="linear"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("which", range(len(FLOATS)))
+def test_a_float_that_a_rule_reads_may_be_another_in_the_next_call(mesh: DeviceMesh, which: int) -> None:
+    f = FLOATS[which]
+    model = dsp.parallelize(
+        toys.Does(lambda m, x: f(m.l(x), m.p), p=2.0, l=nn.Linear(4, 4).double()),
+        mesh,
+        {"": "x=[b] t c", "l": "b t [c]"},
+    )
+    for model.p in (2.0, 2.0, 1.5, 1.5, 2.0):
+        x = torch.randn(2, 7, 4).double()
+        torch.testing.assert_close(model(x), f(F.linear(x, *model.l.parameters()), model.p))
+
+
+INDICES = [
+    np.int64(1), (slice(None), np.int64(3)), (np.int64(0), slice(None), slice(1, 3)), (..., np.array([0, 2]), 1),
+    (slice(None), range(2, 5)), (slice(None), slice(2), (3, 1)), (np.int64(1), ..., np.array([True, False] * 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_an_index_of_numpy_is_one_of_numbers(mesh: DeviceMesh, index: Any) -> None:
+    def filled(x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[np.int64(1)] = x[np.int64(0)] * 2
+        return y
+
+    for f in (lambda x: x[index] * 2, filled):
+        model = dsp.parallelize(toys.Does(lambda m, x, f=f: f(x * 1)), mesh, {"": "x=[b] t [s] [c]"})
+        for _ in range(2):
+            x = torch.randn(2, 6, 6, 4).double()
+            torch.testing.assert_close(model(x), f(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from dsp.tensors import overlap
+from tests.support import toys
 from tests.support.beside import exact
 from tests.support.toys import C, SpaceTime
 
@@ -183,3 +185,37 @@ def test_a_view_that_is_a_copy_where_a_rank_has_nothing_may_be_written(mesh: Dev
         return m.time(y)
 
     exact(SpaceTime(forward).double(), mesh, (torch.randn(1, 4, 2, C, dtype=torch.float64),))
+
+
+def detached(m: toys.Does, x: Tensor) -> Tensor:
+    h = m.t(x)
+    y = h.median()
+    h.detach().mul_(2)
+    return y + h.median() + h
+
+
+def data(m: toys.Does, x: Tensor) -> Tensor:
+    h = m.t(x)
+    y = h.median()
+    h.data.mul_(2)
+    return y + h.median() + h
+
+
+@pytest.mark.parametrize(("does", "mode"), [(detached, torch.inference_mode), (data, torch.no_grad)])
+def test_a_write_that_torch_does_not_count(mesh: DeviceMesh, does: Any, mode: Any) -> None:
+    """Copies that were made before are made again."""
+    single = toys.Does(does, t=nn.Linear(4, 4)).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c", "t": "b [t] s [c]"})
+    for _ in range(3):
+        x = torch.randn(1, 7, 5, 4, dtype=torch.float64)
+        with mode():
+            got, expect = model(x), single(x)
+        torch.testing.assert_close(got, expect)
+
+
+def test_a_write_into_an_input_under_inference_mode(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(toys.Does(lambda m, x: x.mul_(2) * x), mesh, {"": "x=b t c"})
+    x = torch.randn(2, 5, C)
+    for own, says in ((False, "writes in place into the model's own input"), (True, "[Ii]nference tensor")):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=says):
+            model(x.clone() if own else x)
