@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from contextvars import ContextVar
 from functools import cache
-from importlib import import_module
 from numbers import Number
 from typing import Any
 
@@ -41,6 +40,7 @@ class Sharded(Tensor):
     viewed_from: Any = None
     copies: Any = None
     part: type[Tensor] = Tensor
+    gathered: Any  # the full tensor, by the gradient contract (`dsp.moves`)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,10 +87,7 @@ class Sharded(Tensor):
         return dtensor(self).to_local(grad_placements=grad_placements)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        if kwargs:
-            return dtensor(self).full_tensor(**kwargs)
-        with torch._C.DisableTorchFunction():
-            return import_module("dsp.ops").gather(self)  # by the gradient contract
+        return dtensor(self).full_tensor(**kwargs) if kwargs else self.gathered()
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         return dtensor(self).redistribute(*args, **kwargs)

@@ -361,3 +361,12 @@ def test_a_joined_dim_has_no_placement() -> None:
     assert not Cut(1, (2, 7)).fits((4, 8))
     with pytest.raises(ValueError, match=r"pieces \[2, 7\], each sharded on its own"):
         Cut(1, (2, 7)).placement()
+
+
+def test_a_gradient_of_a_gradient_is_refused_not_dropped(mesh: DeviceMesh) -> None:
+    x = torch.rand(7, 5, dtype=torch.float64, requires_grad=True)
+    d = dsp.switch(dsp.split(x, mesh, 0), 1)
+    (g,) = torch.autograd.grad(dsp.mean(d * d * d), x, create_graph=True)
+    torch.testing.assert_close(g, 3 * x * x / x.numel())
+    with pytest.raises(RuntimeError, match="would give wrong gradients"):
+        (g.square().sum() + x.sum()).backward()

@@ -270,7 +270,7 @@ def dropouts() -> None:
 
 
 def scripted() -> None:
-    """What TorchScript compiled is called by these classes, whose `__call__` can be set."""
+    """The classes by which what TorchScript compiled is called, whose `__call__` can be set."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = torch.jit.script(nn.ReLU())

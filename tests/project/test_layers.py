@@ -24,7 +24,7 @@ ROOMS = {
         picture hidden table cost overlap traffic advice make choose""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
-        glue hooks guards tidy graph pipelines parallel""",
+        scripted glue hooks guards tidy graph pipelines parallel""",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid core ulysses low_rank ring tensor method timing",
