@@ -27,6 +27,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # none of the proce
 os.environ.setdefault("WANDB_MODE", "offline")
 
 RANKS = {"ranks", "whole_world", "mesh"}
+MANY = 9  # of a test with more slow cases than these, every second one is long
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -38,9 +39,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    families: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("long"):  # one of its parameters is: no case for `-m slow`
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+        elif item.get_closest_marker("slow"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        for item in family[1::2] if len(family) > MANY else ():
+            item.own_markers = [*(mark for mark in item.own_markers if mark.name != "slow"), pytest.mark.long.mark]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
