@@ -99,6 +99,8 @@ class Run(Lookup):
 
     def draw_alike(self) -> None:
         """From now on draw the same random numbers on all ranks, between stages."""
+        if self.by_graph:
+            raise Unfit("it draws random numbers")
         self.alike = share(self.axis)
 
     def draw_as_before(self) -> None:
