@@ -50,19 +50,16 @@ class Between(TorchFunctionMode):
     def numbered(self, args: Any) -> Any:
         """The arguments of an index, with numbers in the place of tensors that bound a slice, and with numbers,
         lists and tensors in the place of those of other libraries."""
-        index = args[1]
+        index, bounded = args[1], False
         for i in index if type(index) is tuple else (index,):
-            if type(i) not in ITEMS and not isinstance(i, Tensor):
-                index = tuple(map(usual, index)) if type(index) is tuple else usual(index)
-                args = args[0], index, *args[2:]
-                break
-        for i in index if type(index) is tuple else (index,):
-            if type(i) is slice and (
-                isinstance(i.start, Tensor) or isinstance(i.stop, Tensor) or isinstance(i.step, Tensor)
-            ):
-                with self:  # a tensor between stages may be sharded
-                    return args[0], by_number(index), *args[2:]
-        return args
+            if type(i) is slice:
+                bounded |= isinstance(i.start, Tensor) or isinstance(i.stop, Tensor) or isinstance(i.step, Tensor)
+            elif type(i) not in ITEMS and not isinstance(i, Tensor):
+                index = tuple(map(usual, args[1])) if type(index) is tuple else usual(index)
+        if bounded:
+            with self:  # a tensor between stages may be sharded
+                index = by_number(index)
+        return args if index is args[1] else (args[0], index, *args[2:])
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         """The result of one operation; `types` as `__torch_function__` has them."""

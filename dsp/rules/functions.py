@@ -41,6 +41,7 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(p and training)
 
 
+# more that draw, and have no rule
 WITHOUT_RULE = """
 rand randn randint randint_like randperm multinomial poisson binomial random rrelu gumbel_softmax native_dropout
 fractional_max_pool2d fractional_max_pool3d svd_lowrank pca_lowrank multi_head_attention_forward

@@ -40,6 +40,7 @@ from dsp.private import (
     saving_hooks,
     schema_of,
 )
+from dsp.rules.functions import RECURRENCES
 from dsp.run.agreement import same
 from dsp.run.forward import Run, Unfit
 from dsp.run.guards import Guards, options_of
@@ -292,7 +293,7 @@ def draws(graph: GraphModule) -> Iterator[str]:
 def recurrences(graph: GraphModule) -> Iterator[str]:
     for node in graph.graph.nodes:
         name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
-        if name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
+        if name in RECURRENCES:
             yield f"torch.compile takes no recurrence (aten.{name}) where there are gradients"
 
 
