@@ -36,8 +36,13 @@ PLANS = 64  # input signatures whose plan is kept
 @contextmanager
 def counting_writes() -> Iterator[None]:
     """A context for a call under inference_mode: that of no_grad, in which torch counts writes in place."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    except RuntimeError as error:
+        if "inference tensor" in str(error):
+            error.add_note("dsp: a forward runs under no_grad, never inference_mode: write to clones of such tensors")
+        raise
 
 
 class Decided(NamedTuple):
