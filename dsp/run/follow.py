@@ -44,7 +44,7 @@ def follow(op: RuledCall, recipe: Recipe) -> Any:
             _ = parts[0].grad_fn  # updates the grad_fn of a view whose base got one by a write through another view
     out = on_parts(op, recipe, recipe.outcome, parts)
     if recipe.outcome.cut is None:
-        return parted(run, out, recipe.node, recipe.push)
+        return parted(run, out, recipe.node, recipe.push, parts)
     made = results(op, recipe, recipe.outcome.cut, parts, out)
     written = 1 if op.what.in_place else 0
     call = recipe.prepared

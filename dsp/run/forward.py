@@ -161,13 +161,22 @@ class Run(Lookup):
         moved = zip(self.push_all(parts), parts, numbers)
         return [self.carry(t, p.dst, p.shape, number=number) for t, p, number in moved]
 
-    def share_out(self, tensors: Sequence[Tensor], push: Iterable[Cut | None], numbers: Iterable[int]) -> list[Tensor]:
-        """This rank's shard of each replicated result that the plan wants sharded, if the cut fits its shape."""
+    def share_out(
+        self, tensors: Sequence[Tensor], push: Iterable[Cut | None], numbers: Iterable[int], kept: bool = True
+    ) -> list[Tensor]:
+        """This rank's shard of each replicated result that the plan wants sharded, if the cut fits its shape.
+
+        kept: another tensor may share a result's memory, so that the shard is a view of the result. Otherwise the shard
+        is a copy: a view would keep the full result alive, and be dense on a rank with one row alone.
+        """
 
         def own(t: Tensor, cut: Cut | None, number: int) -> Tensor:
             if cut is None or not cut.fits(t.shape):
                 return t
-            return self.carry(self.axis.narrow(t, cut), cut, t.shape, number=number)
+            shard = self.axis.narrow(t, cut)
+            if not kept and memory(shard) == memory(t):
+                shard = shard.clone()
+            return self.carry(shard, cut, t.shape, number=number)
 
         return list(map(own, tensors, push, numbers))
 

@@ -6,7 +6,7 @@ gathered tensor; each rank keeps its shard of a result that is planned sharded. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -34,7 +34,7 @@ from dsp.private import (
 )
 from dsp.run.forward import Run, Unfit
 from dsp.sharded import ACTIVE, READ, Sharded, carry, plain
-from dsp.tensors import NO, map_tensors, plainly, tensors_in
+from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DRAWN, Traits
 
 Again = Callable[[], AbstractContextManager[Run]]  # a context in which backward runs operations between stages
@@ -218,16 +218,20 @@ def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None]) -
     args, kwargs = replaced(op.args, op.kwargs, iter(tensors))
     with writes(op, tensors, cuts) as views:
         out = views(op.func(*args, **kwargs))
-    return parted(op.run, out, op.node, op.push)
+    return parted(op.run, out, op.node, op.push, tensors)
 
 
-def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | None]) -> Any:
+def parted(
+    run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | None], operands: Iterable[Tensor]
+) -> Any:
     """Replicated results; this rank keeps its shard of each that the plan wants sharded."""
     if not any(push) or node is None:
         return out
     tensors = tensors_in(out)
     push = [*push, *[None] * (len(tensors) - len(push))]
-    return map_tensors(out, run.share_out(tensors, push, chain(node.results, repeat(-1))))
+    memories = list(map(memory, tensors))
+    kept = len(set(memories)) < len(tensors) or not set(map(memory, operands)).isdisjoint(memories)
+    return map_tensors(out, run.share_out(tensors, push, chain(node.results, repeat(-1)), kept))
 
 
 def writes(op: GlueCall, parts: Sequence[Tensor], cuts: Sequence[Cut | None]) -> Any:

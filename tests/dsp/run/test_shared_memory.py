@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from dsp.tensors import overlap
 from tests.support import toys
-from tests.support.beside import exact
+from tests.support.beside import beside, exact
 from tests.support.toys import C, SpaceTime
 
 
@@ -164,6 +164,30 @@ def test_a_write_that_its_plan_did_not_foresee(mesh: DeviceMesh, glue: Callable[
                 model(x)
         else:  # other elements of the memory: nothing misses the write
             torch.testing.assert_close(dsp.gather(model(x)), single(x))
+
+
+class Size(nn.Linear):
+    """A linear layer that notes how many times its input fits into the memory that holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.times = x.untyped_storage().nbytes() / x.nbytes
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mesh", [3], indirect=True)
+def test_the_shard_of_a_result_that_every_rank_computed_is_dense_and_alone(mesh: DeviceMesh) -> None:
+    """As a view of the full result it would keep that alive, and on the rank with one row it alone would be dense."""
+
+    def forward(m: toys.Does, x: Tensor) -> Tensor:
+        k = m.t(x).cummax(1)[0]
+        z = k.flatten(0, 1)
+        z += 1
+        return m.t(k)
+
+    single = toys.Does(forward, t=Size(4, 4)).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t c", "t": "b t [c]"})
+    beside(single, model, mesh, (torch.randn(2, 7, 4, dtype=torch.float64),))
+    assert model.t.times == 1
 
 
 def test_chunks_of_one_memory_have_no_element_in_common() -> None:
