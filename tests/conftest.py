@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -27,7 +28,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # none of the proce
 os.environ.setdefault("WANDB_MODE", "offline")
 
 RANKS = {"ranks", "whole_world", "mesh"}
-MANY = 9  # of a test with more slow cases than these, every second one is long
+PART = 3  # of a test's slow cases, one in so many stays slow, chosen by hash; the others are long
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -46,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif item.get_closest_marker("slow"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
-        for item in family[1::2] if len(family) > MANY else ():
+        family.sort(key=lambda item: crc32(item.nodeid.encode()))
+        for item in family[-(-len(family) // PART) :]:
             item.own_markers = [*(mark for mark in item.own_markers if mark.name != "slow"), pytest.mark.long.mark]
 
 

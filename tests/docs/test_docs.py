@@ -116,7 +116,7 @@ def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
     compare(path, code, printed[0])
 
 
-STARTED = "README how-it-works diffusers check video sampling proteins wire overlap routes glue".split()
+STARTED = "how-it-works diffusers check video sampling proteins wire overlap routes glue".split()
 """Pages whose programs are started by `-m slow`, those of all others by `-m long`: their blocks run in any case."""
 
 
@@ -128,14 +128,13 @@ def wanted(code: str) -> int:
 
 def programs() -> Iterator[Any]:
     """Programs as a user saves and starts them: the blocks of a page as one file, of FRAMEWORKS each by itself."""
-    for page in ALL:
+    for page in PAGES:
         code = [block.text for block in python(page)]
         if page in FRAMEWORKS:
             yield from (slow(page, text, wanted(text), id=f"{page.name}-{i}") for i, text in enumerate(code))
         elif code:
-            n = 4 if page == README else 3
             mark = slow if page.stem in STARTED else long
-            yield mark(page, "".join(code), n if "init_device_mesh(" in "".join(code) else 0, id=page.name)
+            yield mark(page, "".join(code), 3 if "init_device_mesh(" in "".join(code) else 0, id=page.name)
         for block in blocks(page):  # for a process of its own alone; `(...)` stands for what the reader has
             if block.language == "py" and "(...)" not in block.text:
                 yield slow(page, block.text, 0, id=f"{page.name}-py")
@@ -159,10 +158,15 @@ def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, page: Path, code: str, n:
     launch = ["-m", "dsp.launch", "--nproc-per-node", str(n)] if n else []
     printed = started(ROOT if '"tests/' in code else tmp_path, *launch, str(tmp_path / "page.py"))
     assert "NOT OK" not in printed
-    if page == README:
-        assert printed.count("check over 4 ranks in float64: ok") == 1  # printed once
     if f"```py\n{code}" in page.read_text():
         assert f"```text\n{printed}```" in page.read_text()
+
+
+@pytest.mark.slow
+def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text("".join(block.text for block in python(README)))
+    printed = started(tmp_path, "-m", "dsp.launch", "--nproc-per-node", "4", str(tmp_path / "page.py"))
+    assert printed.count("check over 4 ranks in float64: ok") == 1  # printed once
 
 
 def test_every_block_of_a_page_is_of_a_language_that_the_tests_know() -> None:
