@@ -221,9 +221,7 @@ def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None]) -
     return parted(op.run, out, op.node, op.push, tensors)
 
 
-def parted(
-    run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | None], operands: Iterable[Tensor]
-) -> Any:
+def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | None], operands: Iterable[Tensor]) -> Any:
     """Replicated results; this rank keeps its shard of each that the plan wants sharded."""
     if not any(push) or node is None:
         return out

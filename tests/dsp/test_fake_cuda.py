@@ -134,8 +134,8 @@ def run(case: str, n: int, rank: int, cast: bool) -> list[Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        slow("transformer2d"), "latte-text", slow("stdit-v3"), slow("st_mamba-2"), slow("st_rwkv"), slow("axial-video"),
-        "axial-image-colour", slow("evoformer"), slow("pairformer"),
+        slow("transformer2d"), slow("latte-text"), slow("stdit-v3"), slow("st_mamba-2"), slow("st_rwkv"),
+        slow("axial-video"), "axial-image-colour", slow("evoformer"), slow("pairformer"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("unanswered")

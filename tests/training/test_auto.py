@@ -81,6 +81,7 @@ def chosen_here(mesh, arguments):
         return run_here(mesh, arguments)
 
 
+@pytest.mark.slow
 def test_a_run_trains_what_was_chosen(trainer, whole_world, tmp_path):
     """Every rank sends the bytes of the plan of the configuration that the run wrote down."""
     runs = Runs(trainer, tmp_path)

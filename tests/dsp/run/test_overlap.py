@@ -29,7 +29,7 @@ from tests.support.beside import averaged, beside, unsharded
 from tests.support.loopback import TOLERANCE, measured
 from tests.support.refusals import refused
 from tests.support.runs import Heard
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_but
 from tests.support.toys import Along, C, Fn, Folded, Grid
 from zoo.training import UserError
 from zoo.training.config import load
@@ -209,7 +209,7 @@ def exactly(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], overlap: int, *
 
 
 @pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "behind", "both", "two", "recomputed"))
 def test_outputs_and_every_gradient_are_those_of_one_process(ranks, name: str, n: int) -> None:
     ranks(exactly, n, name, (2, 9, 13), 3)  # on four ranks one has no frame
     ranks(exactly, n, name, (1, 6 if name == "several" else 7, 5), 2)  # pieces of one, and of none
@@ -399,7 +399,7 @@ def sharded_step(mesh: DeviceMesh, kind: type[Behind], ckpt: bool, mixed: bool, 
     return gathers
 
 
-@pytest.mark.parametrize(("ckpt", "mixed"), [(False, False), (True, False), slow(False, True)])
+@pytest.mark.parametrize(("ckpt", "mixed"), [slow(False, False), (True, False), slow(False, True)])
 def test_fully_shard_gathers_once_for_all_pieces(ranks, ckpt: bool, mixed: bool) -> None:
     ranks(sharded_weights, 3, ckpt, mixed)
 

@@ -18,7 +18,7 @@ SEEDS = {2: range(40), 3: range(130, 142), 4: range(175, 183)}  # 60 programs, m
 KNOWN: dict[int, str] = {}
 
 
-@pytest.mark.parametrize("n", [slow(2), 3, 4])
+@pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
 def test_random_models(ranks, n: int) -> None:
     """The very first goes through `dsp.check` too, which costs as much as ten do."""
     seeds = SEEDS[n]
