@@ -22,6 +22,10 @@ def cat(f: Frame) -> Outcome:
     assert cut is not None
     stacked = f.name == "stack"
     dim = f.normal(f.get(1, "dim", f.kwargs.get("axis", 0)), reference.ndim + stacked)
+    if not stacked:  # torch leaves out tensors of shape (0,), such as a cache that has nothing yet
+        tensors = [t for t in tensors if t.shape != (0,) or reference.ndim == 1]
+        if len(tensors) == 1:
+            return Outcome(cut, reference.shape[cut.dim])
     if dim == cut.dim and not stacked:
         return side_by_side(f, tensors, cut) if f.apart else dealt_anew(f, tensors, cut)
     outcome = Outcome(Cut(cut.dim + (stacked and dim <= cut.dim), cut.outer), reference.shape[cut.dim])

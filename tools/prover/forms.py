@@ -303,7 +303,7 @@ FORMS: dict[str, list[Form]] = {
     **each("cat concat concatenate", [
         form([x(*A), x(*A)], 1), form((x(*A), x(4, 2, 3)), dim=-2), form([x(*A), x(*A)]),
             form(tensors=[x(*A), x(*A)], dim=2), form([x(*A), x(4, 6, 0)], -1),
-        form([x(*A), x(0)], 1), form([x(*A), x(*A)], axis=1),
+        form([x(*A), x(0)], 1), form([x(0), x(*A)], -2), form([x(*A), x(*A)], axis=1),
     ]),
     "stack": [form([x(*A), x(*A)], 1), form((x(*A), x(*A)), dim=-1), form([x(*A), x(*A)]),
         form(tensors=[x(4), x(4)], dim=1), form([x(*A), x(*A)], -4)],

@@ -329,6 +329,7 @@ LEAST: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "mean": (torch.mean, (x(*A),), 4),
     "a loss": (F.mse_loss, (x(*A), x(*A)), 4),
     "cat": (torch.cat, ([x(*A), x(*A)], -1), 3),
+    "cat of nothing": (torch.cat, ([x(*A), x(0)], 1), 4),
     "stack": (torch.stack, ([x(*A), x(*A)], 2), 4),
     "select": (torch.select, (x(*A), 2, 1), 4),
     "narrow": (torch.narrow, (x(*A), 2, 1, 2), 4),
