@@ -1,6 +1,7 @@
 """Unmodified models under `dsp.parallelize` by one line each, against one process: tables of three pages.
 
     python benchmarks/models.py [--ranks 2 3 4] [--only Flux Wan] [--write]     # of diffusers: docs/diffusers*.md
+    python benchmarks/models.py --transformers --ranks 3 [--only llama] [--write]     # transformers.md
     python benchmarks/models.py --other-fields [--ranks 2 3] [--only FNO] [--write]   # of other packages: verified.md
 
 The models are those of tests/support/known_models.py. On gloo ranks the output, the gradient of every input and of
@@ -37,9 +38,10 @@ from benchmarks.common import DOCS, fill, line, on_ranks, options, table
 from benchmarks.contenders import Circumstance, by_diffusers
 from dsp.text import human
 from tests.support import known_models
-from tests.support.known_models import CASES, OTHER_FIELDS, Case, held, made
+from tests.support.known_models import CASES, OTHER_FIELDS, TRANSFORMERS, Case, held, made
 
 PAGE, GUIDE, FIELDS = DOCS / "diffusers-measured.md", DOCS / "diffusers.md", DOCS / "verified.md"
+TYPES = DOCS / "transformers.md"
 
 
 def theirs(mesh: DeviceMesh, case: Case) -> float | None:
@@ -72,6 +74,12 @@ def row(mesh: DeviceMesh, name: str) -> str:
 
     shares = f"{found['share']:.3f}", ratio(found["planned"]), f"{ratio(others)} <!-- {version()} -->"
     return line([name, f"`{CASES[name].line}`", mesh.size(), *errors(found), *shares])
+
+
+def row_of_transformers(mesh: DeviceMesh, name: str) -> str:
+    case = TRANSFORMERS[name]
+    found = held(mesh, case)
+    return line([name, f"`{case.line}`", mesh.size(), *errors(found), f"{found['share']:.2f}"])
 
 
 def row_of_other_fields(mesh: DeviceMesh, name: str) -> str:
@@ -127,17 +135,20 @@ def make_rows(mesh: DeviceMesh, names: Sequence[str], make: Row, keep: Callable[
 
 
 def main() -> None:
-    o = options(__doc__, ranks=[2, 3, 4], only=[""], write=False, stale=False, other_fields=False)
+    o = options(__doc__, ranks=[2, 3, 4], only=[""], write=False, stale=False, other_fields=False, transformers=False)
     cases, make = (OTHER_FIELDS, row_of_other_fields) if o.other_fields else (CASES, row)
-    place = {"page": PAGE, "name": "models", "cases": list(cases), "head": HEAD}
+    place = {"page": PAGE, "name": "models", "head": HEAD}
     if o.other_fields:
-        place |= {"page": FIELDS, "name": "other fields", "head": (*FIRST, "sends, forward")}
+        place = {"page": FIELDS, "name": "other fields", "head": (*FIRST, "sends, forward")}
+    if o.transformers:
+        cases, make, place = TRANSFORMERS, row_of_transformers, {"page": TYPES, "name": "types", "head": FIRST}
+    place["cases"] = list(cases)
     every = [name for name in cases if any(part in name for part in o.only)]
     fresh = {key for key, made in rows().items() if version() in made} if o.stale else set()
     for n in o.ranks:
         names = [name for name in every if (name, n) not in fresh]
         on_ranks(n, make_rows, names, make, partial(write, **place) if o.write else None)
-    if o.write and not o.other_fields:
+    if o.write and cases is CASES:
         GUIDE.write_text(guide(GUIDE.read_text()))
 
 

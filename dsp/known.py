@@ -1,4 +1,4 @@
-"""Models with known stages: `known.json` has the line of each class. Tests compare it with docs/diffusers.md."""
+"""Models with known stages. `known.json` has the line of each class of diffusers, and of each type of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def classes(model: Any) -> list[str]:
 
 
 def stages_for(model: nn.Module) -> dict[str, str] | None:
-    """The stages of a model whose class is known; None for others.
+    """The stages of a model of diffusers whose class is known; None for others.
 
     It warns, once a class, if the forward takes other arguments than in the version that was tried.
     """
@@ -37,6 +37,16 @@ def stages_for(model: nn.Module) -> dict[str, str] | None:
         return None
     changed(type(model), tuple(entry["takes"]))  # type: ignore[arg-type]
     return {"": entry["line"]}
+
+
+def of_type(model: nn.Module) -> dict[str, str] | None:
+    """The stages of a model of transformers whose type is known, with any head; None for others."""
+    if all(kind.__module__.partition(".")[0] != "transformers" for kind in type(model).__mro__):
+        return None
+    line = table()["transformers"]["lines"].get(getattr(getattr(model, "config", None), "model_type", None), "")
+    takes = inspect.signature(model.forward).parameters
+    found = [pattern for pattern in line.split(", ") if pattern.partition("=")[0] in takes]
+    return {"": ", ".join(found)} if found else None
 
 
 def methods_for(model: Any) -> dict[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,9 +177,11 @@ def clean(name: str) -> str:
 def declared(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
     """The stages of a dict, and the pattern of the model's own inputs and outputs."""
     if stages is None:
+        first = next(iter(inspect.signature(model.forward).parameters), "x")
         raise NotationError(
-            f"{type(model).__name__} has no stages attribute, and dsp does not know its class; pass "
-            'stages={...}, for example {"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
+            f"{type(model).__name__} has no stages attribute, and dsp does not know its class. Name the dims of its "
+            f'inputs, such as stages={{"": "{first}=b t h w c"}}, or what its submodules compute over, such as '
+            'stages={"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
         )
     found, root = find_stages(model, stages)
     return found, parse(root, root=True) if root is not None else None

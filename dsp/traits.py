@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -83,10 +83,19 @@ DTYPE_ARG = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {}
 KERNELS: dict[str, Callable[..., Any]] = {}
 KEYWORDS: dict[str, str] = {}
-# functions of which each rank can make its part of the result alone, though no argument is sharded; and those of them
-# that fill the result with a number
+# functions of which each rank can make its part of the result alone, though no argument is sharded; those of them that
+# fill the result with a number; and others that may make a long tensor of short ones, as `rows[:, None] - cols`
 SOURCES: set[str] = set()
 FILLED: set[str] = set()
+OUTER: set[str] = set()
+
+
+def grows(name: str, tensors: Sequence[Any], out: Any) -> bool:
+    """Tell whether an operation makes a longer tensor of replicated ones, such as a mask or a bias of pairs."""
+    read = tensors[:1] if name == "embedding" else tensors
+    return name in OUTER and bool(read) and out.numel() >= 2 * max(t.numel() for t in read)
+
+
 # functions that draw random numbers, and whether a call of each does, by its args and kwargs
 DRAWN: dict[str, Callable[[Any, Any], bool]] = {}
 

@@ -72,6 +72,7 @@ class Execution:
     surplus: float = 0.0  # FLOPs of the busiest rank beyond its chunk's share, at full size
     passing: Passing | None = None  # for a stage that sums
     source: Cut | None = None  # the cut of a new tensor that is made in shards
+    narrowed: tuple[Cut | None, ...] = ()  # for such a tensor, the cuts in which its replicated operands are narrowed
     copied: bool = False  # whether a copy takes the place of a view
     apart: bool = False  # whether joined operands stay sharded one by one
 

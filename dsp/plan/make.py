@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from dsp.hardware import Hardware
-from dsp.known import stages_for
+from dsp.known import of_type, stages_for
 from dsp.layout import cuts_of
 from dsp.legs import STRAIGHT
 from dsp.notation import StagePattern
@@ -165,4 +165,6 @@ def plan_stages(
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
     """The stages of a model, and the pattern of its inputs and outputs; by default those that the model names, or those
     known for its class."""
-    return declared(model, (getattr(model, "stages", None) or stages_for(model)) if stages is None else stages)
+    if stages is None:
+        stages = getattr(model, "stages", None) or stages_for(model) or of_type(model)
+    return declared(model, stages)

@@ -23,7 +23,7 @@ from dsp.planner import Choice, Extent, Layout, Op, length
 from dsp.rules import DealtRows, Outcome, source_cuts
 from dsp.rules.functions import DENSE, FOLDS, PRODUCTS, draws
 from dsp.rules.sources import EXPANDED
-from dsp.traits import FILLED, SOURCES
+from dsp.traits import FILLED, SOURCES, grows
 
 # they may return their argument unchanged
 SAME = frozenset(
@@ -39,6 +39,7 @@ COMBOS = 256  # combinations of layouts to try; if there are more, only those wi
 
 SHORT = 8  # a pass starts again if a share of the longest tensor is this many times a tensor that counted as long
 AGAIN = 4  # times that a pass may start again
+NARROWED: Mapping[Cut, tuple[Cut | None, ...]] = {}  # of a source that is computed from no operands
 
 
 class Longer(Exception):
@@ -99,10 +100,18 @@ class Operations(Choices):
 
     def value(
         self, t: Ref, name: str, sizes: Mapping[Cut, Extent], names: Mapping[Cut, str], whole: bool,
-        letters: Sequence[str],
+        letters: Sequence[str], alone: bool = False,
     ) -> int:  # fmt: skip
-        self.grow(t.numel() * t.element_size())
-        return super().value(t, name, sizes, names, whole, letters)
+        """alone: it is made of replicated tensors alone, so that every rank may make it in full."""
+        if not alone:
+            self.grow(t.numel() * t.element_size())
+        index = super().value(t, name, sizes, names, whole, letters)
+        self.values[index] = replace(self.values[index], alone=alone)
+        return index
+
+    def alone(self, op: Operation) -> bool:
+        """Tell whether all values that an operation reads are made of replicated tensors alone."""
+        return all(self.values[v].alone for v in op.values)
 
     def operation(self, node: OperationNode) -> None:
         """Add an operation between stages."""
@@ -124,6 +133,8 @@ class Operations(Choices):
             self.filled[node.results[0].number] = op
         elif name in SOURCES and tracked and node.returned == "tensor":
             self.source(op, node.results[0], dict.fromkeys(source_cuts(op.frame({})), ""))
+        elif node.returned == "tensor" and not written and grows(name, tracked, node.results[0]):
+            self.outer(op, node.results[0])
 
     def sharded(self, t: Ref) -> bool:
         """Tell whether a tensor whose data is read in full may be sharded.
@@ -155,18 +166,49 @@ class Operations(Choices):
             elif made.alone is not None:
                 self.add_whole(made.alone)
 
-    def source(self, op: Operation, out: Ref, cuts: dict[Cut, str]) -> None:
-        """Add a tensor, expanded or filled with a number, of which each rank may make only its shard (`cuts`)."""
+    def outer(self, op: Operation, out: Ref) -> None:
+        """Add a tensor made of shorter replicated ones: if it is long, each rank may make only its shard."""
+        if self.long([out]):
+            narrowed = self.narrowed(op)
+            names = {cut: self.batch_name if cut.dim == 0 and out.shape[0] == self.batch else "" for cut in narrowed}
+            self.source(op, out, names, narrowed)
+
+    def narrowed(self, op: Operation) -> dict[Cut, tuple[Cut | None, ...]]:
+        """The cuts of a result that each rank may make from replicated operands, and the cuts of those operands.
+
+        Operands that a plan may shard stay whole.
+        """
+        found: dict[Cut, tuple[Cut | None, ...]] = {}
+        for i, (t, s) in enumerate(zip(op.tracked, op.syms)):
+            for cut in (Cut(d) for d, size in enumerate(t.shape) if s is None and size > 1):
+                outcome = op.outcome({i: cut})
+                if isinstance(outcome, GlueError) or outcome.cut is None or outcome.cut.outer != 1 or outcome.rows:
+                    continue
+                alone = [cut if j == i else outcome.narrow.get(j) for j in range(len(op.tracked))]
+                found.setdefault(outcome.cut, tuple(alone))
+        return found
+
+    def source(
+        self, op: Operation, out: Ref, cuts: dict[Cut, str], narrowed: Mapping[Cut, tuple[Cut | None, ...]] = NARROWED
+    ) -> None:
+        """Add a tensor, expanded or filled with a number, of which each rank may make only its shard (`cuts`).
+
+        narrowed: for each cut, those of the replicated operands that it is computed from.
+        """
         if not cuts:
             return
         sizes = {cut: cut.extent(out.shape[cut.dim]) for cut in cuts}
-        value = self.value(out, f"{op.name} {list(out.shape)}", sizes, cuts, True, [""] * out.ndim)
+        name = f"{op.name} {list(out.shape)}"
+        value = self.value(out, name, sizes, cuts, True, [""] * out.ndim, alone=bool(narrowed))
         if op.name in EXPANDED:
             self.stretched.add(value)
         elif op.name in FILLED:  # it will be written into, so a shard split from a full copy would not do
             self.values[value] = replace(self.values[value], fixed=True)
         choices = [
-            Choice((), (cut,), rank=int(is_batch(name)), execution=Execution(source=cut)) for cut, name in cuts.items()
+            Choice(
+                (), (cut,), rank=int(is_batch(name)), execution=Execution(source=cut, narrowed=narrowed.get(cut, ()))
+            )
+            for cut, name in cuts.items()
         ]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
         self.add(made, Event("source", op.index, op.name), op.node)
@@ -233,9 +275,21 @@ class Operations(Choices):
         read = [t for t, s in zip(op.tracked, op.syms) if s is not None]  # weights are replicated anyway
         made = () if op.stretches else op.outputs
         may_be_whole = len(found.parts) < len(found.choices)
+        if self.alone(op):
+            return self.by_weights(op, found)
         if may_be_whole and any(c.rank == 0 for c in found.parts) and self.long((*read, *made)):
             # no tensor longer than a rank's share of the longest runs replicated without need
             found.choices = found.parts
+        return found
+
+    def by_weights(self, op: Operation, found: Offers) -> Offers:
+        """Add the cuts that weights bring to a result made of replicated tensors, as a bias is cut along heads."""
+        if len(op.outputs) == 1 and not op.written:
+            for cut, narrowed in self.narrowed(op).items():
+                if cut not in found.sizes:
+                    found.sizes[cut], found.names[cut] = op.outputs[0].shape[cut.dim], ""
+                    execution = Execution(narrowed=narrowed)
+                    found.choices.append(Choice((None,) * len(op.values), (cut,), execution=execution))
         return found
 
     def closed(self, op: Operation) -> Offers:
@@ -292,7 +346,8 @@ class Operations(Choices):
             whole, letters = any(c.gives[0] is None for c in choices), letters_of(self, op)
             for t in op.outputs:
                 name = f"{op.name} {list(t.shape)}"
-                produced.append(self.value(t, name, found.sizes_of(t), found.names, whole, letters(t)))
+                sizes, alone = found.sizes_of(t), self.alone(op)
+                produced.append(self.value(t, name, sizes, found.names, whole, letters(t), alone))
                 self.origins |= {(produced[-1], cut): origin for cut, origin in found.origins.items()}
                 if op.stretches:
                     self.stretched.add(produced[-1])
@@ -336,9 +391,10 @@ class Operations(Choices):
         return found
 
     def alike(self, op: Operation, keys: Sequence[Sequence[Layout]]) -> list[Combo]:
-        """The combinations in which all values are sharded along a dim of one name, or all are replicated."""
+        """The combinations in which all values that have a dim of one name are sharded along it, or none is."""
         named = [{cut and (self.names[v][cut] or cut): cut for cut in own} for v, own in zip(op.values, keys)]
-        return [tuple(own[name] for own in named) for name in named[0] if all(name in own for own in named)]
+        shared = [name for name in named[0] if all(name in own or None in own for own in named)]
+        return [tuple(own.get(name) for own in named) for name in shared]
 
     def try_way(self, op: Operation, combo: Combo, found: Offers, apart: bool = False) -> None:
         """Add the rule's outcome for operands in these layouts; `apart`: joined operands stay sharded one by one."""

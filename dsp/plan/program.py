@@ -190,6 +190,8 @@ class Program:
     def glue_step(self, step: Decision, homes: Mapping[int, Layout]) -> GlueStep | None:
         """The decision on an operation; None if it runs on its operands in their current layouts."""
         event = step.event
+        if step.execution.narrowed:
+            return GlueStep([*step.execution.narrowed], self.pushes_of(step), via=self.via(event.operands, step.at))
         if event.kind == "source":
             source = step.execution.source
             return None if source is None else GlueStep(source=source)

@@ -37,7 +37,7 @@ from dsp.tensors import (
     tensors_in,
     version,
 )
-from dsp.traits import FILLED, SOURCES
+from dsp.traits import FILLED, SOURCES, grows
 
 UNMEASURED = Measured()  # for a run on real tensors
 
@@ -124,8 +124,9 @@ class Recorder:
     def operation(self, name: str, args: Any, kwargs: Any, out: Any, in_place: bool, cost: Cost | None = None) -> None:
         """Record an operation between stages that just ran."""
         tensors, results = tensor_args(args, kwargs), tensors_in(out)
-        follow = any(map(self.follows, tensors)) or (name in SOURCES and isinstance(out, Tensor))
-        alone = not any(map(self.made_of_sharded, tensors)) and (name in FILLED or name not in SOURCES)
+        source = is_source(name, tensors, out, in_place)
+        follow = source or any(map(self.follows, tensors))
+        alone = not any(map(self.made_of_sharded, tensors)) and (name in FILLED or not source)
         node = OperationNode(
             operands=self.operands(tensors, in_place) if follow else [self.ref(t) for t in tensors],
             index=self.operations, name=name, results=[self.ref(t, follow) for t in results],
@@ -203,6 +204,11 @@ class Recorder:
     def asks(self, t: Tensor) -> bool:
         """Tell whether a tensor gets a gradient from the outputs."""
         return edge(t) in self.reached
+
+
+def is_source(name: str, tensors: Sequence[Tensor], out: Any, in_place: bool) -> bool:
+    """Tell whether each rank may make its part alone of a tensor that an operation made."""
+    return isinstance(out, Tensor) and (name in SOURCES or (not in_place and grows(name, tensors, out)))
 
 
 def compiled() -> tuple[str, ...]:

@@ -94,7 +94,7 @@ def _lean(facts: Index, best: Solution, same: Sequence[int] | None, say: Callabl
     ranks send the bytes of four switches.
     """
     problem = facts.problem
-    limit = max((value.nbytes for value in problem.values), default=0) / problem.size
+    limit = max((value.nbytes for value in problem.values if not value.alone), default=0) / problem.size
     gathered = any(move.dst is None and problem.values[move.value].nbytes > limit for move in best.moves)
     if not gathered and not any(facts.touches(k, i, limit) for k, i in enumerate(best.choices)):
         return None

@@ -30,7 +30,8 @@ class Value:
     such as a fold and a part of it; `numel` is then the number of elements. `apart` has pairs of dims that no single
     all-to-all connects: between them the value is gathered and split. `real`: its elements are real numbers. `packed`:
     the bytes that a number of elements takes when a switch sends them to one rank, for the value and for its gradient;
-    None where they are sent unpacked.
+    None where they are sent unpacked. `alone`: every rank may make the full value without communication; its length
+    makes no other value short.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Value:
     apart: frozenset[frozenset[Layout]] = frozenset()
     real: bool = False
     packed: tuple[Packed, Packed] = (None, None)
+    alone: bool = False
 
     @property
     def gradient(self) -> Value:

@@ -102,12 +102,19 @@ def distances(f: Frame) -> Outcome:
 
 @rule("embedding", piecewise=True)
 def embedding(f: Frame) -> Outcome:
-    x, cut = first(f)
+    x, weight = f.get(0, "input"), f.get(1, "weight")
+    if weight.cut is not None:  # narrowed to some features, for indices that every rank has
+        if x.cut is not None or weight.cut.dim != 1:
+            raise f.refuse("its weight is sharded along the rows that the indices choose among")
+        cut, size = Cut(x.ndim, weight.cut.outer), weight.shape[1]
+    else:
+        x, cut = first(f)
+        size = x.shape[cut.dim]
     if f.get(5, "scale_grad_by_freq"):
         raise f.refuse("scale_grad_by_freq counts the places of the whole tensor")
     if f.get(3, "max_norm") is not None:
         raise f.refuse("max_norm changes the rows of the weight that any rank reads, on each rank")
-    return Outcome(cut, x.shape[cut.dim])
+    return Outcome(cut, size)
 
 
 @rule("one_hot")

@@ -1,4 +1,4 @@
-"""Tensors of which each rank makes only its shard: expanded ones, and those filled with one number."""
+"""Tensors of which each rank makes only its shard: expanded or computed ones, and those filled with one number."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from dsp.calls import Operand
 from dsp.layout import Cut
 from dsp.rules.call import Frame, sizes_of
-from dsp.traits import FILLED, SOURCES
+from dsp.rules.elementwise import ELEMENTWISE
+from dsp.traits import FILLED, OUTER, SOURCES
 
 FILLED.update("zeros ones full empty new_zeros new_ones new_full new_empty".split())
 EXPANDED = frozenset({"expand", "broadcast_to"})
 SOURCES.update(FILLED | EXPANDED | {"repeat_interleave", "repeat", "tile"})
+OUTER.update({"embedding", *ELEMENTWISE})
 
 
 def source_cuts(f: Frame) -> list[Cut]:

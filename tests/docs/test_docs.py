@@ -103,7 +103,7 @@ def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
 LONGER = [
     path
     for path in PAGES
-    if path.stem in "embedded hybrids megatron planning sizing adding fold-long check inputs".split()
+    if path.stem in "embedded hybrids megatron planning sizing adding fold-long check inputs transformers".split()
 ]
 RUN = [path for path in ALL if path not in (*LONGER, *FRAMEWORKS)]
 
@@ -116,7 +116,7 @@ def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
     compare(path, code, printed[0])
 
 
-STARTED = "how-it-works diffusers check video sampling proteins wire overlap routes glue".split()
+STARTED = "how-it-works diffusers transformers check video sampling proteins wire overlap routes glue".split()
 """Pages whose programs are started by `-m slow`, those of all others by `-m long`: their blocks run in any case."""
 
 

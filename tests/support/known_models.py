@@ -1,4 +1,4 @@
-"""Unmodified models of diffusers, of other fields and packages, each under `dsp.parallelize` by one line.
+"""Unmodified models of diffusers, transformers, other fields and packages, each under `dsp.parallelize` by one line.
 
 Each is small, with random weights, in float64; the line has the names of its inputs' dims. `held` compares a step on
 several ranks with one process. The packages of `OTHER_FIELDS`, but for torch, are those of .ci/compared.txt.
@@ -25,9 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import dsp
+from dsp.known import table
 from dsp.slices import cast
 
 FILE = Path(__file__).with_name("diffusers_cases.json")
+TYPES = Path(__file__).with_name("transformers_cases.json")
 
 
 class Case(NamedTuple):
@@ -75,13 +77,16 @@ def _tuples(x: Any) -> Any:
 
 
 def _inputs(given: dict[str, Any]) -> dict[str, Any]:
-    """By their descriptions: a list is the shape of a random tensor; ones of a dtype; a tensor's value; else itself."""
+    """By their descriptions: a list is the shape of a random tensor; tokens; ones of a dtype; a tensor's value; else
+    itself."""
 
     def one(it: Any) -> Any:
         if isinstance(it, list):
             return torch.randn(it)
         if not isinstance(it, dict):
             return it
+        if "tokens" in it:
+            return torch.randint(4, 24, it["tokens"])
         if "ones" in it:
             return torch.ones(it["ones"], dtype=getattr(torch, it["dtype"]))
         return torch.tensor(it["value"]) if "value" in it else it["given"]
@@ -98,6 +103,22 @@ def _cases(part: str) -> dict[str, Case]:
 
 CASES = _cases("in the table")
 MORE = _cases("known, too")  # `dsp/known.json` has them; in no page
+
+
+def _typed(kind: str, config: dict[str, Any]) -> nn.Module:
+    import transformers
+
+    made = getattr(transformers, kind)
+    return made(made.config_class(**config))
+
+
+TRANSFORMERS = {
+    name: Case(
+        partial(_typed, case["class"], case["config"]), partial(_inputs, case["inputs"]),
+        table()["transformers"]["lines"][name],
+    )
+    for name, case in json.loads(TYPES.read_text()).items()
+}  # fmt: skip
 
 
 def neural_operator() -> nn.Module:

@@ -1,0 +1,89 @@
+"""Long tensors made of replicated short ones (positions, relative biases, masks): each rank makes its part alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+from tests.support.beside import beside
+
+HEADS, C = 4, 8
+STAGES = {"": "x=b s c"}
+
+
+class Tokens(nn.Module):
+    """Attention over all tokens, with what `adds` of their positions: a table, a bias of pairs, or a mask of a band."""
+
+    def __init__(self, adds: str, ckpt: bool = False) -> None:
+        super().__init__()
+        self.adds, self.ckpt = adds, ckpt
+        self.places, self.buckets = nn.Embedding(32, C), nn.Embedding(5, HEADS)
+        self.rows, self.cols = nn.Parameter(torch.randn(16, 1, C)), nn.Parameter(torch.randn(1, 16, C))
+        self.qkv, self.out = nn.Linear(C, 3 * C), nn.Linear(C, C)
+
+    def attend(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at, bias = torch.arange(x.shape[1]), None
+        apart = at[None, :] - at[:, None]
+        if self.adds == "table":
+            x = x + self.places(at[None])
+        elif self.adds == "outer":
+            x = x + (self.rows + self.cols).flatten(0, 1)[: x.shape[1]]
+        elif self.adds == "bias":  # as T5 has it
+            bias = self.buckets(apart.clamp(-2, 2) + 2).permute(2, 0, 1)[None]
+        elif self.adds == "rows":  # a weight of each pair, without heads
+            x = x + torch.exp(-(apart.to(x.dtype) ** 2)) @ x
+        elif self.adds == "band":
+            bias = apart.abs() <= 3
+        return checkpoint(self.attend, x, bias, use_reentrant=False) if self.ckpt else self.attend(x, bias)
+
+
+ADDS = "table", "outer", "bias", "rows", "band"
+
+
+@pytest.mark.parametrize("adds", ADDS)
+@pytest.mark.parametrize(("mesh", "ckpt"), [(2, True), (3, False), (4, False)], indirect=["mesh"])
+def test_outputs_and_every_gradient(mesh: DeviceMesh, adds: str, ckpt: bool) -> None:
+    torch.manual_seed(0)
+    single = Tokens(adds, ckpt).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, STAGES)
+    for length in (13, 13, 9):
+        x = torch.randn(2, length, C, dtype=torch.float64, requires_grad=True)
+        beside(single, model, mesh, (x,), count=True)
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("adds", ["table", "bias"])
+def test_in_a_graph(mesh: DeviceMesh, adds: str) -> None:
+    torch.manual_seed(0)
+    single = Tokens(adds).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, STAGES, compile="eager")
+    for _ in range(2):
+        beside(single, model, mesh, (torch.randn(1, 13, C, dtype=torch.float64),))
+
+
+@pytest.mark.parametrize("adds", ["table", "bias", "rows"])
+def test_no_rank_makes_all_of_it(adds: str) -> None:
+    assert planned(adds, 3).share <= 0.34
+
+
+def test_a_mask_that_all_heads_read_is_made_by_every_rank() -> None:
+    """To gather its parts would send the square of the length."""
+    found = planned("band", 4)
+    assert found.bytes["forward"] == 4 * 3 * 24 * C * 4 // 4**2  # four switches, as without a mask
+    assert "abs()" in found.text()
+
+
+def planned(adds: str, n: int) -> Any:
+    return dsp.plan(Tokens(adds), (torch.randn(1, 24, C),), size=n, stages=STAGES, gather_output=False)
