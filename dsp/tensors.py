@@ -33,6 +33,10 @@ class ByTensor(Generic[T]):
     def __setitem__(self, t: Tensor, value: T) -> None:
         self.held[id(t)] = weakref.ref(t), value
 
+    def items(self) -> Iterator[tuple[Tensor, T]]:
+        """The tensors that are alive, with their values."""
+        return ((t, value) for own, value in list(self.held.values()) if (t := own()) is not None)
+
 
 def memory(t: Tensor) -> StorageWeakRef:
     """The storage of a tensor: tensors with equal storages share memory."""

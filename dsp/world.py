@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import random
 import sys
 from collections import UserDict, deque
@@ -112,6 +113,7 @@ class World:
             if not of_library(it):
                 self.undo.append(functools.partial(emptied, it, it.cache_info().misses))
                 yield it.__wrapped__
+                yield from cached(it)
         elif not of_library(it):
             yield from it.__closure__ or ()
             yield from (it.__defaults__, it.__kwdefaults__, it.__dict__)
@@ -169,6 +171,17 @@ class World:
                 value = getattr(it, name, MISSING)
                 self.undo.append(functools.partial(reset, it, name, value))
                 yield value
+
+
+def cached(it: Any) -> Iterator[Any]:
+    """The values that a functools cache holds: by itself if it has a size, else in a dict."""
+    for found in gc.get_referents(it):
+        yield from found.values() if type(found) is dict else (found,)
+
+
+def reached(*roots: Any) -> set[int]:
+    """The ids of all objects that the code and the attributes of `roots` reach."""
+    return {*World(*roots).seen}
 
 
 def of_library(it: Any) -> bool:

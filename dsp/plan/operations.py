@@ -142,11 +142,15 @@ class Operations(Choices):
         A tensor computed from replicated ones, such as an expanded mask, is not: from now on it stays replicated.
         """
         sym = self.sym(t)
-        made = self.of_whole(sym.value) if sym is not None else None
+        return sym is not None and not self.stays_whole(sym.value)
+
+    def stays_whole(self, value: int) -> bool:
+        """Keep a value replicated, if it is computed from replicated tensors alone; tell whether it is."""
+        made = self.of_whole(value)
         for i in made or ():
             whole = [c for c in self.ops[i].choices if not any((*c.needs, *c.gives))]
             self.ops[i] = replace(self.ops[i], choices=tuple(whole))
-        return sym is not None and made is None
+        return made is not None
 
     def of_whole(self, value: int) -> set[int] | None:
         """The ops that make a value from replicated tensors alone; None if it has other origins."""
@@ -611,6 +615,8 @@ class Operations(Choices):
         return {region: last for region, last in found.items() if region in asked}
 
     def trace(self, resident: int = 0) -> Trace:
+        for number in self.record.kept & self.tracked.keys():  # others may read it when the forward has ended
+            self.stays_whole(self.tracked[number].value)
         Backwards(self, self.taken).complete()
         self.leave_views()
         found = super().trace(resident)

@@ -201,7 +201,8 @@ class Record:
     """The nodes of a forward in order, for a plan on `n` ranks.
 
     root_sizes: the sizes of the dims that the root pattern names; reached: the edges that the outputs' gradients
-    reach; data: whether the tensors had data.
+    reach; data: whether the tensors had data; kept: the numbers of tensors made of replicated ones that the model, or
+    what its code reaches, holds after the forward.
     """
 
     n: int
@@ -214,6 +215,7 @@ class Record:
     reached: set[int] = field(default_factory=set)
     random: bool = False  # whether something between stages drew random numbers
     measured: bool = False  # whether nodes have their cost
+    kept: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
         return "\n".join(text_of(self))

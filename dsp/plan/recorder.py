@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +51,7 @@ class Recorder:
         self.count = 0
         self.followed: set[int] = set()  # numbers of the tensors that a plan may shard
         self.filled: set[int] = set()  # those made of new zeros alone: replicated, until written into
+        self.grown: set[int] = set()  # those made of replicated tensors alone
         self.memories: dict[StorageWeakRef, int] = {}
         self.edges: dict[Any, int] = {}
         self.frames: list[Any] = []  # the activation checkpoints
@@ -137,8 +138,7 @@ class Recorder:
         if in_place and tensors:
             node.overwritten = self.edge(overwritten(tensors[0]))
         if follow:
-            made = {t.number for t in (*node.results, *node.operands[:in_place])}
-            (self.filled.update if alone else self.filled.difference_update)(made)
+            self.made(node, alone)
             node.compiled = compiled()
             base = base_of((results or tensors)[0]) if in_place and (results or tensors) else None
             node.base = None if base is None else self.edge(edge(base))
@@ -146,6 +146,13 @@ class Recorder:
             for ref, t in zip(node.results, results):
                 ref.edge = self.edge(edge(t))
         self.add(node)
+
+    def made(self, node: OperationNode, alone: bool) -> None:
+        """Note what an operation made: of new zeros `alone`, or of replicated tensors alone."""
+        made = {t.number for t in (*node.results, *node.operands[: node.in_place])}
+        (self.filled.update if alone else self.filled.difference_update)(made)
+        if not node.in_place and self.grown.issuperset(t.number for t in node.operands if t.number in self.followed):
+            self.grown |= made
 
     def operands(self, tensors: Sequence[Tensor], in_place: bool) -> list[Ref]:
         """The operands of an operation on tensors that a plan may shard, which include a tensor that it writes into."""
@@ -200,6 +207,12 @@ class Recorder:
         self.record.outputs = [self.ref(t) for t in ends]
         self.reached = leading_to(edge(t) for t in ends)
         self.record.reached = {number for e, number in self.edges.items() if e in self.reached}
+
+    def keep(self, reached: Callable[[], Container[int]]) -> None:
+        """Note which tensors made of replicated ones are among the objects that are `reached`, by id."""
+        alive = {id(t): number for t, number in self.numbers.items() if number in self.grown}
+        held = reached() if alive else ()
+        self.record.kept = {number for own, number in alive.items() if own in held}
 
     def asks(self, t: Tensor) -> bool:
         """Tell whether a tensor gets a gradient from the outputs."""

@@ -29,7 +29,7 @@ from dsp.private import COMPILERS_OWN, compiler_loaded, storage_id, wraps_compil
 from dsp.signature import Bound
 from dsp.stages import Stage, clean
 from dsp.tensors import tensors_in
-from dsp.world import World
+from dsp.world import World, reached
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ class FullRehearsal(Rehearsal):
     def problem(self, tracer: Tracer, bound: list[Bound], given: list[Tensor]) -> Trace | None:
         """The same; None if stages that counted as equal turned out to differ."""
         assert isinstance(tracer, MeasuringTracer)
+        tracer.recorder.keep(partial(reached, self.clone, given))
         found = None if self.before != self.marks() else super().problem(tracer, bound, given)
         if found is not None:
             recorder, declared = tracer.recorder, {id(b.tensor) for b in bound if b.pattern is not None}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -68,6 +69,7 @@ from dsp.signature import Signature
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
 from dsp.wire import SAME, Wire
+from dsp.world import reached
 
 log = logging.getLogger("dsp")
 
@@ -353,6 +355,7 @@ class FullRuntime(Runtime):
         plan, check = entry.plan, run.traffic_check
         if plan is None and run.within is None:  # a checkpoint will call the model again: same choices, so no new plan
             args, kwargs = given
+            run.observe("keep", partial(reached, self.model, given))
             entry.plan, entry.places = self.recorded(run, given_cuts(self.signature, args, kwargs)), None
             if entry.plan is None and not entry.whole:
                 entry.whole = UNPLANNED.format(model=type(self.model).__name__, why=run.why or DIFFER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -87,3 +88,51 @@ def test_a_mask_that_all_heads_read_is_made_by_every_rank() -> None:
 
 def planned(adds: str, n: int) -> Any:
     return dsp.plan(Tokens(adds), (torch.randn(1, 24, C),), size=n, stages=STAGES, gather_output=False)
+
+
+class Keeps(nn.Module):
+    """A relative bias that the model keeps: as an attribute, in a functools cache, or in a dict of the module."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.kept, self.tokens = where, None, Tokens("bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if self.where == "attribute":
+            if self.kept is None or len(self.kept) != n:
+                self.kept = distances(n)
+            apart = self.kept
+        elif self.where == "cache":
+            apart = cached(n)
+        else:
+            apart = KEPT.setdefault(n, distances(n))
+        return self.tokens.attend(x + torch.exp(-(apart.to(x.dtype) ** 2)) @ x, None)
+
+
+def distances(n: int) -> Tensor:
+    at = torch.arange(n)
+    return at[None, :] - at[:, None]
+
+
+KEPT: dict[int, Tensor] = {}
+cached = lru_cache(maxsize=4)(distances)
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("where", ["attribute", "cache", "dict"])
+def test_what_the_model_keeps_is_whole(mesh: DeviceMesh, where: str) -> None:
+    """Others may read it: the model on one process, or its state dict."""
+    cached.cache_clear()
+    KEPT.clear()
+    torch.manual_seed(0)
+    single = Keeps(where).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, STAGES)
+    for length in (13, 13, 9, 13):
+        x = torch.randn(1, length, C, dtype=torch.float64)
+        got = model(x)
+        kept = model.kept if where == "attribute" else cached(length) if where == "cache" else KEPT[length]
+        assert type(kept) is Tensor
+        assert kept.shape == (length, length)
+        torch.testing.assert_close(kept, distances(length))
+        torch.testing.assert_close(got, single(x))
