@@ -88,16 +88,14 @@ KEYWORDS: dict[str, str] = {}
 SOURCES: set[str] = set()
 FILLED: set[str] = set()
 OUTER: set[str] = set()
+# functions that draw random numbers, and whether a call of each does, by its args and kwargs
+DRAWN: dict[str, Callable[[Any, Any], bool]] = {}
 
 
 def grows(name: str, tensors: Sequence[Any], out: Any) -> bool:
-    """Tell whether an operation makes a longer tensor of replicated ones, such as a mask or a bias of pairs."""
+    """Tell whether an operation makes a longer tensor of its operands, such as a mask or a bias of pairs."""
     read = tensors[:1] if name == "embedding" else tensors
-    return name in OUTER and bool(read) and out.numel() >= 2 * max(t.numel() for t in read)
-
-
-# functions that draw random numbers, and whether a call of each does, by its args and kwargs
-DRAWN: dict[str, Callable[[Any, Any], bool]] = {}
+    return name in OUTER and name not in DRAWN and bool(read) and out.numel() >= 2 * max(t.numel() for t in read)
 
 
 class Traits(NamedTuple):

@@ -106,6 +106,8 @@ def embedding(f: Frame) -> Outcome:
     if weight.cut is not None:  # narrowed to some features, for indices that every rank has
         if x.cut is not None or weight.cut.dim != 1:
             raise f.refuse("its weight is sharded along the rows that the indices choose among")
+        if f.get(6, "sparse"):
+            raise f.refuse("a part of a weight has no sparse gradient")
         cut, size = Cut(x.ndim, weight.cut.outer), weight.shape[1]
     else:
         x, cut = first(f)

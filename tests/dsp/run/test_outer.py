@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -136,3 +137,38 @@ def test_what_the_model_keeps_is_whole(mesh: DeviceMesh, where: str) -> None:
         assert kept.shape == (length, length)
         torch.testing.assert_close(kept, distances(length))
         torch.testing.assert_close(got, single(x))
+
+
+class Draws(nn.Module):
+    """A noise of all pairs, and a table of positions whose gradient is sparse: neither is made in parts."""
+
+    def __init__(self, noise: bool) -> None:
+        super().__init__()
+        self.noise, self.places = noise, nn.Embedding(32, C, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], dtype=x.dtype)
+        pairs = torch.normal(at[:, None], at[None, :] + 1) if self.noise else at[:, None] - at[None, :]
+        return torch.softmax(pairs, -1) @ (x + self.places(torch.arange(x.shape[1])))
+
+
+def test_random_numbers_are_those_of_all_ranks(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Draws(noise=True), mesh, STAGES)
+    for _ in range(2):
+        mine = model(torch.ones(1, 13, C)).detach()
+        least, most = mine.clone(), mine.clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group())
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group())
+        torch.testing.assert_close(least, most, rtol=0, atol=1e-6)
+
+
+def test_a_sparse_gradient(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    single = Draws(noise=False).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, STAGES)
+    x = torch.randn(1, 13, C, dtype=torch.float64)
+    for m in (single, model):
+        m(x).square().mean().backward()
+    own = model.places.weight.grad.to_dense()
+    dist.all_reduce(own, group=mesh.get_group())
+    torch.testing.assert_close(own / mesh.size(), single.places.weight.grad.to_dense())
