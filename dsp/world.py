@@ -175,7 +175,7 @@ class World:
 
 def cached(it: Any) -> Iterator[Any]:
     """The values that a functools cache holds: by itself if it has a size, else in a dict."""
-    for found in gc.get_referents(it):
+    for found in gc.get_referents(it) if it.cache_info().currsize <= LONG else ():
         yield from found.values() if type(found) is dict else (found,)
 
 
