@@ -33,7 +33,7 @@ from zoo.protein.metrics import (
     range_of_pairs,
 )
 from zoo.protein.objective import Frequencies, ProteinObjective
-from zoo.protein.picture import HIT, MISS, UNSEEN, ContactMap, save_contact_maps
+from zoo.protein.picture import HIT, LIKELY, MISS, UNSEEN, ContactMap, save_contact_maps
 from zoo.training.model import recomputed_modules, repeated_stages
 from zoo.training.show.protein import Predicted
 from zoo.training.tasks.protein import structure_inputs
@@ -161,6 +161,9 @@ def test_a_contact_map_shows_what_was_found(tmp_path):
     assert (wrong & upper).sum() == int(seen.sum()) - (right & upper).sum()
     assert ((pixels == UNSEEN).all(-1) == ~there.numpy()).all()
     assert not (right & ~contact.numpy()).any()
+    unknown = ContactMap("?", contact.float(), position, torch.zeros_like(seen), index, chain).pixels()
+    assert (unknown == LIKELY).all(-1).sum() == len(seen)
+    assert not any((unknown == colour).all(-1).any() for colour in (HIT, MISS))
     save_contact_maps(tmp_path / "samples" / "a.png", [map_, map_])
     with Image.open(tmp_path / "samples" / "a.png") as image:
         assert image.width > 800

@@ -20,6 +20,7 @@ __all__ = ["ContactMap", "save_contact_maps", "write_contacts", "write_scores"]
 
 HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
 PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
+LIKELY = (52, 96, 178)  # the L most likely pairs where no truth is known
 SHADE = np.array([150, 178, 224])  # colour of probability 1 outside the L most likely pairs
 SIDE = 840  # approximate pixels of a map, twice the displayed size: small letters would be spaced badly
 COLUMNS = ("i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i", "number_j", "range")
@@ -47,7 +48,7 @@ class ContactMap:
         counted = torch.stack(list(ranges.values())).any(0) & there  # above the diagonal
         contact = (distances(self.position, self.position) < CONTACT) & there & known
         best = torch.where(counted, self.probability, -1.0).flatten().topk(int(seen.sum())).indices
-        top = torch.zeros(r * r, dtype=torch.bool).index_fill(0, best, True).view(r, r) & counted & known
+        top = torch.zeros(r * r, dtype=torch.bool).index_fill(0, best, True).view(r, r) & counted
 
         image = np.full((r, r, 3), PAPER, np.float64)
         strength = self.probability.clamp(0, 1)[..., None].double().numpy() ** 0.7
@@ -59,7 +60,7 @@ class ContactMap:
             ((contact & counted.T), OVERLOOKED),
             ((contact & counted.T & top.T), FOUND),
             (top & contact, HIT),
-            (top & ~contact, MISS),
+            (top & ~contact, MISS if known else LIKELY),
             (~there, UNSEEN),
         ):
             image[where.numpy()] = colour
@@ -87,12 +88,14 @@ class ContactMap:
             pen.text((left - 14, y), str(i), fill=INK, font=font, anchor="rm")
         pen.text((left, top - 14), self.title, fill=INK, font=ImageFont.load_default(size=25), anchor="ls")
         x, y = left, top + side + 24
-        for colour, words in ((HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked"), (tuple(SHADE), "likely")):
+        known = bool(self.seen.any())
+        keys = [(HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked")] if known else [(LIKELY, "predicted")]
+        for colour, words in (*keys, (tuple(SHADE), "likely")):
             pen.rectangle((x, y - 8, x + 16, y + 8), fill=colour)
             pen.text((x + 26, y), words, fill=INK, font=font, anchor="lm")
             x += 26 + round(font.getlength(words)) + 32
         near = RANGES["short"][0]
-        note = f"above: the L most likely pairs, {near} or more apart; below: true contacts"
+        note = f"above: the L most likely pairs, {near} or more apart" + "; below: true contacts" * known
         pen.text((left, y + 34), note, fill=INK, font=font, anchor="lm")
         return image
 
