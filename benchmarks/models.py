@@ -1,4 +1,4 @@
-"""Unmodified models under `dsp.parallelize` by one line each, against one process: tables of three pages.
+"""Unmodified models under `dsp.parallelize` by one line each, against one process: tables of four pages.
 
     python benchmarks/models.py [--ranks 2 3 4] [--only Flux Wan] [--write]     # of diffusers: docs/diffusers*.md
     python benchmarks/models.py --transformers --ranks 3 [--only llama] [--write]     # transformers.md
@@ -76,16 +76,11 @@ def row(mesh: DeviceMesh, name: str) -> str:
     return line([name, f"`{CASES[name].line}`", mesh.size(), *errors(found), *shares])
 
 
-def row_of_transformers(mesh: DeviceMesh, name: str) -> str:
-    case = TRANSFORMERS[name]
-    found = held(mesh, case)
-    return line([name, f"`{case.line}`", mesh.size(), *errors(found), f"{found['share']:.2f}"])
-
-
-def row_of_other_fields(mesh: DeviceMesh, name: str) -> str:
-    case = OTHER_FIELDS[name]
-    found = held(mesh, case)
-    return line([name, f"`{case.line}`", mesh.size(), *errors(found), f"{found['share']:.2f}", human(found["planned"])])
+def row_of(cases: Mapping[str, Case], sends: bool, mesh: DeviceMesh, name: str) -> str:
+    """A row of another table than that of diffusers; `sends`: with the bytes sent forward."""
+    found = held(mesh, cases[name])
+    own = [name, f"`{cases[name].line}`", mesh.size(), *errors(found), f"{found['share']:.2f}"]
+    return line([*own, human(found["planned"])] if sends else own)
 
 
 def errors(found: Mapping[str, Any]) -> tuple[str, str]:
@@ -136,13 +131,14 @@ def make_rows(mesh: DeviceMesh, names: Sequence[str], make: Row, keep: Callable[
 
 def main() -> None:
     o = options(__doc__, ranks=[2, 3, 4], only=[""], write=False, stale=False, other_fields=False, transformers=False)
-    cases, make = (OTHER_FIELDS, row_of_other_fields) if o.other_fields else (CASES, row)
-    place = {"page": PAGE, "name": "models", "head": HEAD}
+    cases, page, title, head, make = CASES, PAGE, "models", HEAD, row
     if o.other_fields:
-        place = {"page": FIELDS, "name": "other fields", "head": (*FIRST, "sends, forward")}
-    if o.transformers:
-        cases, make, place = TRANSFORMERS, row_of_transformers, {"page": TYPES, "name": "types", "head": FIRST}
-    place["cases"] = list(cases)
+        cases, page, title, head = OTHER_FIELDS, FIELDS, "other fields", (*FIRST, "sends, forward")
+    elif o.transformers:
+        cases, page, title, head = TRANSFORMERS, TYPES, "types", FIRST
+    if cases is not CASES:
+        make = partial(row_of, cases, o.other_fields)
+    place = {"page": page, "name": title, "head": head, "cases": list(cases)}
     every = [name for name in cases if any(part in name for part in o.only)]
     fresh = {key for key, made in rows().items() if version() in made} if o.stale else set()
     for n in o.ranks:

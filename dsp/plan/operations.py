@@ -39,7 +39,6 @@ COMBOS = 256  # combinations of layouts to try; if there are more, only those wi
 
 SHORT = 8  # a pass starts again if a share of the longest tensor is this many times a tensor that counted as long
 AGAIN = 4  # times that a pass may start again
-NARROWED: Mapping[Cut, tuple[Cut | None, ...]] = {}  # of a source that is computed from no operands
 
 
 class Longer(Exception):
@@ -106,7 +105,8 @@ class Operations(Choices):
         if not alone:
             self.grow(t.numel() * t.element_size())
         index = super().value(t, name, sizes, names, whole, letters)
-        self.values[index] = replace(self.values[index], alone=alone)
+        if alone:
+            self.values[index] = replace(self.values[index], alone=True)
         return index
 
     def alone(self, op: Operation) -> bool:
@@ -193,8 +193,9 @@ class Operations(Choices):
         return found
 
     def source(
-        self, op: Operation, out: Ref, cuts: dict[Cut, str], narrowed: Mapping[Cut, tuple[Cut | None, ...]] = NARROWED
-    ) -> None:
+        self, op: Operation, out: Ref, cuts: dict[Cut, str],
+        narrowed: Mapping[Cut, tuple[Cut | None, ...]] | None = None,
+    ) -> None:  # fmt: skip
         """Add a tensor, expanded or filled with a number, of which each rank may make only its shard (`cuts`).
 
         narrowed: for each cut, those of the replicated operands that it is computed from.
@@ -208,12 +209,8 @@ class Operations(Choices):
             self.stretched.add(value)
         elif op.name in FILLED:  # it will be written into, so a shard split from a full copy would not do
             self.values[value] = replace(self.values[value], fixed=True)
-        choices = [
-            Choice(
-                (), (cut,), rank=int(is_batch(name)), execution=Execution(source=cut, narrowed=narrowed.get(cut, ()))
-            )
-            for cut, name in cuts.items()
-        ]
+        ways = {cut: Execution(source=cut, narrowed=narrowed[cut] if narrowed else ()) for cut in cuts}
+        choices = [Choice((), (cut,), rank=int(is_batch(cuts[cut])), execution=way) for cut, way in ways.items()]
         made = Op(op.name, (), (value,), (*choices, Choice((), (None,))))
         self.add(made, Event("source", op.index, op.name), op.node)
 
@@ -347,11 +344,10 @@ class Operations(Choices):
         """Add an operation whose results are values of their own."""
         choices, produced = found.choices, list[int]()
         if found.sizes:
-            whole, letters = any(c.gives[0] is None for c in choices), letters_of(self, op)
+            whole, letters, alone = any(c.gives[0] is None for c in choices), letters_of(self, op), self.alone(op)
             for t in op.outputs:
                 name = f"{op.name} {list(t.shape)}"
-                sizes, alone = found.sizes_of(t), self.alone(op)
-                produced.append(self.value(t, name, sizes, found.names, whole, letters(t), alone))
+                produced.append(self.value(t, name, found.sizes_of(t), found.names, whole, letters(t), alone))
                 self.origins |= {(produced[-1], cut): origin for cut, origin in found.origins.items()}
                 if op.stretches:
                     self.stretched.add(produced[-1])

@@ -81,7 +81,7 @@ class Glue(GlueOnWholes):
                     args, kwargs = self.brought(recipe, what, args, kwargs)
                 return self.quickly(recipe, call, args, kwargs)
             if recipe.whole and not run.writes.has_copies:
-                return parted(run, func(*args, **kwargs), recipe.node, recipe.push, tensor_args(args, kwargs))
+                return parted(run, func(*args, **kwargs), recipe.node, recipe.push, (args, kwargs))
         tensors, shells = self.opened(what, args, kwargs)
         if recipe is None:
             return self.first_time(RuledCall(run, node, func, what, args, kwargs, tensors, shells), key)

@@ -6,7 +6,7 @@ gathered tensor; each rank keeps its shard of a result that is planned sharded. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -221,14 +221,14 @@ def on_wholes(op: GlueCall, tensors: list[Tensor], cuts: Sequence[Cut | None]) -
     return parted(op.run, out, op.node, op.push, tensors)
 
 
-def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | None], operands: Iterable[Tensor]) -> Any:
-    """Replicated results; this rank keeps its shard of each that the plan wants sharded."""
+def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | None], given: Any) -> Any:
+    """The replicated results of a call on `given`; this rank keeps its shard of each that the plan wants sharded."""
     if not any(push) or node is None:
         return out
     tensors = tensors_in(out)
     push = [*push, *[None] * (len(tensors) - len(push))]
     memories = list(map(memory, tensors))
-    kept = len(set(memories)) < len(tensors) or not set(map(memory, operands)).isdisjoint(memories)
+    kept = len(set(memories)) < len(tensors) or not set(map(memory, tensors_in(given))).isdisjoint(memories)
     return map_tensors(out, run.share_out(tensors, push, chain(node.results, repeat(-1)), kept))
 
 

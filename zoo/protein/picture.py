@@ -30,7 +30,7 @@ COLUMNS = ("i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i",
 class ContactMap:
     """One protein: `probability` [r, r] of contact, `position` [r, 3] Å and `seen` [r] of its contact atoms.
 
-    If no atom was seen, only the probabilities are drawn.
+    If no atom was seen, only probabilities and the likeliest pairs are drawn.
     """
 
     title: str
@@ -40,10 +40,16 @@ class ContactMap:
     residue_index: Tensor
     asym_id: Tensor
 
+    @property
+    def known(self) -> bool:
+        """Tell whether any atom was seen."""
+        return bool(self.seen.any())
+
     def pixels(self) -> np.ndarray:
         """One pixel a pair [r, r, 3], uint8. Pairs nearer than 6 along a chain do not count and are drawn pale."""
-        r, seen = len(self.seen), self.seen if self.seen.any() else ~self.seen
-        there, known = seen[:, None] & seen, bool(self.seen.any())
+        r, known = len(self.seen), self.known
+        seen = self.seen if known else ~self.seen
+        there = seen[:, None] & seen
         ranges = range_of_pairs(self.residue_index, self.asym_id)
         counted = torch.stack(list(ranges.values())).any(0) & there  # above the diagonal
         contact = (distances(self.position, self.position) < CONTACT) & there & known
@@ -88,14 +94,13 @@ class ContactMap:
             pen.text((left - 14, y), str(i), fill=INK, font=font, anchor="rm")
         pen.text((left, top - 14), self.title, fill=INK, font=ImageFont.load_default(size=25), anchor="ls")
         x, y = left, top + side + 24
-        known = bool(self.seen.any())
-        keys = [(HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked")] if known else [(LIKELY, "predicted")]
+        keys = [(HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked")] if self.known else [(LIKELY, "predicted")]
         for colour, words in (*keys, (tuple(SHADE), "likely")):
             pen.rectangle((x, y - 8, x + 16, y + 8), fill=colour)
             pen.text((x + 26, y), words, fill=INK, font=font, anchor="lm")
             x += 26 + round(font.getlength(words)) + 32
         near = RANGES["short"][0]
-        note = f"above: the L most likely pairs, {near} or more apart" + "; below: true contacts" * known
+        note = f"above: the L most likely pairs, {near} or more apart" + "; below: true contacts" * self.known
         pen.text((left, y + 34), note, fill=INK, font=font, anchor="lm")
         return image
 
