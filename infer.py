@@ -86,14 +86,14 @@ def main(arguments: Sequence[str]) -> int:
         options = checked(parser.parse_args(arguments[1:]), trained)
         with ranks.process_group() as device:
             model = load_model(task, directory, step, device, options.weights == "averaged", options.wire)
-            began = time.perf_counter()
+            began, before = time.perf_counter(), set(options.out.glob("*"))
             with torch.no_grad():
                 written = user_error(infer.run, model, options, device, progress())
             account = f": {infer.account}" if infer.account else ""
             took, shared = time.perf_counter() - began, number_of(dist.get_world_size(), "rank")
             ranks.say(f"took {took:.2f} s on {shared}{account}")
             for path in written:
-                ranks.say(f"wrote {path}")
+                ranks.say(f"{'replaced' if path in before else 'wrote'} {path}")
         return 0
     except Exception as error:
         return ranks.complain(error)

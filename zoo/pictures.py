@@ -6,7 +6,7 @@ A file is complete or absent. Letters: n pictures or clips, c channels, t frames
 import math
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -18,39 +18,68 @@ from torch import Tensor
 GAP = 2  # pixels between pictures
 SIDE = 64  # pixels of a picture's short side, at least
 GREY = 96
-LINE = 14  # pixels of a title's height
+LINE = 14  # pixels of the height of a title's line
+LINES = 4  # of a title, at most
 _CODECS = ("libx264", "libopenh264", "mpeg4")  # H.264, if this FFmpeg can encode it
 
 
-def grid(pixels: Tensor, columns: int | None = None, titles: Sequence[str] | None = None) -> Tensor:
+def grid(pixels: Tensor, columns: int | None = None, titles: Sequence[str] | None = None, head: str = "") -> Tensor:
     """Clips (n t h w c), uint8, side by side on grey, each with its title under it: the frames (t y x c) of one grid.
 
-    Small clips are enlarged by an integer factor, until their short side is at least ``SIDE`` pixels.
+    Small clips are enlarged by an integer factor, until their short side is at least ``SIDE`` pixels. Long titles take
+    several lines; `head` is a title over the grid.
     """
     n, t, h, w, c = pixels.shape
     columns, scale = columns or math.ceil(math.sqrt(n)), max(1, math.ceil(SIDE / min(h, w)))
     pixels = pixels.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     if titles is not None:
-        lines = torch.stack([title(text, w * scale) for text in titles])
-        pixels = torch.cat([pixels, lines[:, None, :, :, None].expand(n, t, LINE, w * scale, c)], dim=2)
+        lines = title(titles, w * scale)
+        pixels = torch.cat([pixels, lines[:, None, :, :, None].expand(n, t, -1, -1, c)], dim=2)
     rows, (h, w) = math.ceil(n / columns), pixels.shape[2:4]
-    whole = torch.full((t, rows * (h + GAP) - GAP, columns * (w + GAP) - GAP, c), GREY, dtype=torch.uint8)
+    width = columns * (w + GAP) - GAP
+    above = title([head], width)[0] if head else pixels.new_empty(0, width)
+    top = len(above)
+    whole = torch.full((t, top + rows * (h + GAP) - GAP, width, c), GREY, dtype=torch.uint8)
+    whole[:, :top] = above[..., None]
     for i in range(n):
-        y, x = i // columns * (h + GAP), i % columns * (w + GAP)
+        y, x = top + i // columns * (h + GAP), i % columns * (w + GAP)
         whole[:, y : y + h, x : x + w] = pixels[i]
     return whole
 
 
-def title(text: str, width: int) -> Tensor:
-    """One line of text in white on grey, (LINE width) uint8; cut off where it is too long."""
+def title(texts: Sequence[str], width: int) -> Tensor:
+    """Texts in white on grey, (n y width) uint8, in as many lines as the longest takes, at most ``LINES``.
+
+    A word that is wider than `width`, and what follows the last line, is cut off.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
-    font, cut = ImageFont.load_default(), text
-    while cut and font.getlength(cut if cut == text else f"{cut}…") > width:
-        cut = cut[:-1]
-    image = Image.new("L", (width, LINE), GREY)
-    ImageDraw.Draw(image).text((1, 0), cut if cut == text else f"{cut}…", fill=255, font=font)
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(LINE, width)
+    font = ImageFont.load_default()
+    wrapped = [_wrapped(text, lambda line: font.getlength(line) <= width) for text in texts]
+    image = Image.new("L", (width, len(texts) * (high := LINE * max(map(len, wrapped)))), GREY)
+    draw = ImageDraw.Draw(image)
+    for i, lines in enumerate(wrapped):
+        for j, line in enumerate(lines):
+            draw.text((1, i * high + j * LINE), line, fill=255, font=font)
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(len(texts), high, width)
+
+
+def _wrapped(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """The lines of a text, broken between words; an ellipsis stands where letters are cut off."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".lstrip()
+        if lines[-1] and not fits(longer):
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    if len(lines) > LINES:
+        lines[LINES - 1 :] = [" ".join(lines[LINES - 1 :])]
+    for i, line in enumerate(lines):
+        while not fits(lines[i]) and line:
+            line = line[:-1]
+            lines[i] = f"{line}…"
+    return lines
 
 
 @contextmanager
@@ -83,15 +112,16 @@ def save_png(path: str | os.PathLike[str], images: Tensor, *, columns: int | Non
 
 def save_gif(
     path: str | os.PathLike[str], video: Tensor, *, fps: float = 8.0,
-    columns: int | None = None, titles: Sequence[str] | None = None,
+    columns: int | None = None, titles: Sequence[str] | None = None, head: str = "",
 ) -> None:  # fmt: skip
     """Write clips [n, c, t, h, w] in [-1, 1], or uint8 (c 1 or 3), as one GIF, a grid with the clips side by side.
 
-    Small clips are enlarged; each may have a title under it. GIF keeps 256 colours a frame and time in 1/100 s.
+    Small clips are enlarged; each may have a title under it, and the grid a `head` over it. GIF keeps 256 colours a
+    frame and time in 1/100 s.
     """
     from PIL import Image
 
-    frames = tile(video, columns, titles)
+    frames = tile(video, columns, titles, head)
     first, *rest = [Image.fromarray(frame.squeeze(-1).numpy()) for frame in frames]  # mode L or RGB
     with whole_file(path) as file:
         first.save(file, "GIF", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, optimize=False)
@@ -120,13 +150,13 @@ def save_mp4(path: str | os.PathLike[str], video: Tensor, *, fps: float = 8.0, c
         container.mux(stream.encode())
 
 
-def tile(video: Tensor, columns: int | None = None, titles: Sequence[str] | None = None) -> Tensor:
+def tile(video: Tensor, columns: int | None = None, titles: Sequence[str] | None = None, head: str = "") -> Tensor:
     """Clips [n, c, t, h, w] in [-1, 1], or uint8, as the frames (t y x c), uint8, of one grid."""
     if video.ndim != 5 or video.shape[1] not in (1, 3) or video.shape[0] < 1 or video.shape[2] < 1:
         raise ValueError(f"expected clips (n c t h w) with 1 or 3 channels, got {tuple(video.shape)}")
     if video.dtype != torch.uint8:
         video = to_pixels(video)
-    return grid(video.cpu().permute(0, 2, 3, 4, 1), columns, titles)
+    return grid(video.cpu().permute(0, 2, 3, 4, 1), columns, titles, head)
 
 
 def to_pixels(video: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from dsp.text import human
 
 COLOURS = ("#3b82f6", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#4d7c0f")
 WHOLE = "#6b7280"
-WIDE, GAP, HIGH, ROW, LEFT, TOP, PER_ROW = 118, 34, 30, 104, 16, 84, 8
+WIDE, GAP, HIGH, ROW, LEFT, TOP, PER_ROW = 118, 34, 30, 120, 16, 92, 8
+LONGEST = 22  # letters of a line of a name, in the space of a band and a gap
 STYLE = """
 text { font: 12px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2328 }
 .title { font-size: 14px; font-weight: 600 } .soft { fill: #59636e } .letter { fill: #ffffff; font-weight: 600 }
@@ -41,9 +42,10 @@ def ribbon(rows: Sequence[tuple[Any, int]], title: str) -> str:
 
 def _band(row: Any, times: int, x: float, y: float, colours: dict[str, str]) -> Iterator[str]:
     colour = colours.get(row.layout, WHOLE)
-    name = row.name if len(row.name) <= 20 else "…" + row.name[-19:]
+    first, second = _two_lines(row.name)
     yield f"<g><title>{escape(row.name)}: computes over {escape(' '.join(row.computes) or 'nothing')}</title>"
-    yield _text(x + WIDE / 2, y + 12, name)
+    yield _text(x + WIDE / 2, y - 3, first)
+    yield _text(x + WIDE / 2, y + 12, second)
     yield _text(x + WIDE / 2, y + 27, f"×{times}" if times > 1 else "", "soft")
     yield f'<rect x="{x}" y="{y + 34}" width="{WIDE}" height="{HIGH}" rx="4" fill="{colour}"/>'
     yield _text(x + WIDE / 2, y + 54, row.layout or "whole", "letter")
@@ -53,6 +55,18 @@ def _band(row: Any, times: int, x: float, y: float, colours: dict[str, str]) -> 
         yield _text(x - GAP / 2, y + 80, row.switch, "soft")
         yield _text(x - GAP / 2, y + 95, human(row.bytes), "soft")
     yield "</g>"
+
+
+def _two_lines(name: str) -> tuple[str, str]:
+    """The name in lines of at most `LONGEST` letters, broken at a dot; its middle is left out if two are too short."""
+    if len(name) <= LONGEST:
+        return "", name
+    dots = [i + 1 for i, letter in enumerate(name) if letter == "." and i < LONGEST]
+    fits = [i for i in dots if len(name) - i <= LONGEST]
+    if fits:  # the lines of most even length
+        at = min(fits, key=lambda i: abs(len(name) - 2 * i))
+        return name[:at], name[at:]
+    return name[: LONGEST - 1] + "…", "…" + name[1 - LONGEST :]
 
 
 def _legend(colours: dict[str, str], whole: bool) -> Iterator[str]:

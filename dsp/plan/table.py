@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, NamedTuple
@@ -380,26 +380,26 @@ class Plan:
 
 
 def _folded(rows: Sequence[StageRow], lines: bool = False) -> list[tuple[StageRow, int]]:
-    """The rows, with repeated groups shown once, and the number of repetitions; the peak shown is the last one's."""
+    """The rows, with repeated groups shown once, and the number of repetitions; the peak shown is the last one's.
 
-    def key(r: StageRow) -> Any:
-        return (generic(r.name), r.computes, r.layout, r.switch, r.bytes, lines and r.line)
+    Blocks are folded first, then passes over all blocks, such as those of recycling.
+    """
+    return [*_once([*_once([(row, 1) for row in rows], lines, longest=32)], lines, longest=256)]
 
-    shown: list[tuple[StageRow, int]] = []
+
+def _once(rows: Sequence[tuple[StageRow, int]], lines: bool, longest: int) -> Iterator[tuple[StageRow, int]]:
+    """The rows with repeated groups of at most `longest` rows in one; an Evoformer block is 17 stages."""
+    keys = [(generic(r.name), r.computes, r.layout, r.switch, r.bytes, lines and r.line, n) for r, n in rows]
     i = 0
     while i < len(rows):
         best = (1, 1)
-        for period in range(1, 33):  # an Evoformer block is 17 stages
-            group = [key(r) for r in rows[i : i + period]]
-            times = 1
-            while [key(r) for r in rows[i + times * period : i + (times + 1) * period]] == group:
+        for period in range(1, min(longest, (len(rows) - i) // 2) + 1):
+            group, times = keys[i : i + period], 1
+            while keys[i + times * period : i + (times + 1) * period] == group:
                 times += 1
             if times > 1 and times * period > best[0] * best[1]:
                 best = (period, times)
         period, times = best
-        last = rows[i + (times - 1) * period : i + times * period]
-        for r in last:
-            name = generic(r.name) if times > 1 else r.name
-            shown.append((replace(r, name=name), times))
+        for row, n in rows[i + (times - 1) * period : i + times * period]:
+            yield (replace(row, name=generic(row.name)) if times > 1 else row), n * times
         i += period * times
-    return shown

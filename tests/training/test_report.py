@@ -11,6 +11,7 @@ from PIL import Image
 
 import dsp
 import zoo
+from dsp.plan.picture import LONGEST, _two_lines
 from tests.support.inference import tiny_run  # noqa: F401
 from tests.support.runs import Runs, metrics
 from zoo.training import config as cfg
@@ -130,6 +131,16 @@ def test_the_picture_of_a_plan():
     assert "sharded along t" in words
     assert plan._repr_html_().count("<svg") == 1
     assert "bytes a rank sends" in plan._repr_html_()
+
+
+def test_long_names_in_the_picture_of_a_plan_take_two_lines():
+    assert _two_lines("blocks.*.time") == ("", "blocks.*.time")
+    assert _two_lines("model.extra_blocks.0.pair.incoming.project") == (
+        "model.extra_blocks.0.",
+        "pair.incoming.project",
+    )
+    first, second = _two_lines("a_name_without_any_dot_that_two_lines_cannot_hold")
+    assert len(first) == len(second) == LONGEST
 
 
 def test_a_run_in_two_lines(run, tmp_path):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.support.clips import played
 from tests.support.refusals import refused
-from zoo.pictures import GAP, GREY, LINE, save_gif, save_mp4, tile, title
+from zoo.pictures import GAP, GREY, LINE, LINES, save_gif, save_mp4, tile, title
 
 
 def smooth(n, c, t, h, w):
@@ -89,13 +89,22 @@ def test_an_mp4_that_cannot_be_written_is_not_there(tmp_path, monkeypatch):
 
 def test_titles_stand_under_the_clips(tmp_path):
     video = torch.full((3, 3, 2, 64, 80), -1.0)
-    frames = tile(video, 2, ["one", "a caption that is far too long for so narrow a clip", ""])
-    assert frames.shape == (2, 2 * (64 + LINE) + GAP, 2 * 80 + GAP, 3)
-    first, second, third = frames[0, 64 : 64 + LINE, :80], frames[0, 64 : 64 + LINE, 82:], frames[0, -LINE:, :80]
-    assert first.max() > 200
-    assert second.max() > 200
+    frames = tile(video, 2, ["one", "a caption that takes three lines of this width", ""], "a head over all")
+    high = title(["a caption that takes three lines of this width"], 80).shape[1]
+    assert high == 3 * LINE
+    assert frames.shape == (2, LINE + 2 * (64 + high) + GAP, 2 * 80 + GAP, 3)
+    assert torch.equal(frames[0, :LINE, :, 0], title(["a head over all"], 162)[0])
+    under = slice(LINE + 64, LINE + 64 + high)
+    first, second, third = frames[0, under, :80], frames[0, under, 82:], frames[0, -high:, :80]
+    assert torch.equal(first[:LINE, :, 0], title(["one"], 80)[0])
+    assert first[LINE:].eq(GREY).all()
+    assert second[-LINE:].max() > 200
     assert third.eq(GREY).all()
-    assert frames[:, :64, :80].eq(0).all()
-    assert torch.equal(first[..., 0], title("one", 80))
+    assert frames[:, LINE : LINE + 64, :80].eq(0).all()
     save_gif(tmp_path / "a.gif", video, titles=["", "é", "猫"])
     assert (tmp_path / "a.gif").is_file()
+
+
+def test_what_a_title_has_no_room_for_is_cut_off():
+    assert title(["word " * 30], 40).shape == (1, LINES * LINE, 40)
+    assert torch.equal(title(["a" * 30], 40), title(["a" * 40], 40))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def dry_run(config: Config) -> None:
     memory, words = Memory(config, task, model), task.describe()
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch}{words and f' x {words}'}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
+    if (path := getattr(config.data, "path", None)) and not Path(path).exists():
+        print(f"data.path={path} does not exist: planned for the sizes of the configuration")
     print(f"mesh dp_replicate={replicate} x dp_shard={shard} x sp={sp} = {number_of(world, 'rank')}\n\n{plan.text()}")
     print(
         f"\nmemory a rank in training: weights over {number_of(shard * sp, 'rank')} (in the plan's peak they are "
@@ -51,8 +54,8 @@ def dry_run(config: Config) -> None:
     print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
     for held, what in memory.activations.largest(5):
         print(f"  {size(held):>10}  {what}")
-    print(f"\n{memory.advice(sp)}")
-    print(f"sequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+    print(f"\nsequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+    print(memory.advice(sp))
     if config.parallel.overlap == "auto" and hardware is None:
         print("parallel.overlap=auto measures the links when the run starts: name hardware.device to see it here")
     if hardware is not None:

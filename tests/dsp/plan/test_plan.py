@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
+from torch import nn
 from torch.distributed.tensor import Shard
 
 import dsp
@@ -68,3 +72,25 @@ def test_an_input_that_arrives_sharded_is_planned_from_where_it_lies() -> None:
         match=r"given= has 'y', which is not a tensor argument.*; its tensor arguments are x, cond",
     ):
         dsp.plan(toy, kwargs=kwargs, size=2, given={"y": Shard(1)})
+
+
+def test_repeated_blocks_and_passes_over_them_are_shown_once() -> None:
+    class Passes(nn.Module):
+        stages = {"": "x=b t s c", "blocks.*": "b t [s c]", "last": "b [t] s [c]"}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.last = nn.ModuleList(nn.Linear(4, 4) for _ in range(5)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                for block in self.blocks:
+                    x = block(x)
+                x = self.last(x)
+            return x
+
+    plan = dsp.plan(Passes(), torch.zeros(1, 4, 6, 4), size=2, gather_output=False)
+    shown = [re.split(r"  +", line)[:2] for line in plan.text().splitlines() if line.startswith(("blocks", "last"))]
+    times = [int(what[1:]) if what[0] == "×" else 1 for _, what in shown]
+    assert sum(times) == len(plan.stages) == 18
+    assert shown == [["blocks.*", "×5"], ["last", "×2"], ["blocks.*", "×2"], ["blocks.*", "×8"], ["last", "t c"]]

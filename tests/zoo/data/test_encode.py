@@ -18,11 +18,12 @@ from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tests.support.slow import long, slow
 from zoo.data.latents import Latents
-from zoo.data.video_folder import Video, VideoError, probe, read
+from zoo.data.shapes import MovingShapes
+from zoo.data.video_folder import Video, VideoError, VideoFolder, probe, read
 from zoo.pictures import to_pixels
 from zoo.training.show import clips as show
 from zoo.training.together import together
-from zoo.video import encode, tiny_encoders
+from zoo.video import encode, example_clips, tiny_encoders
 from zoo.video.clips import Bucket, ClipError, captions, choose, cut
 from zoo.video.codec import Autoencoder, TextEncoder
 
@@ -377,6 +378,15 @@ def test_clips_follow_each_other_without_gaps():
 
 
 @pytest.mark.slow
+def test_example_clips_have_captions_and_are_read(tmp_path):
+    example_clips.write_clips(tmp_path, 2, frames=5, size=(24, 40))
+    data = VideoFolder(tmp_path, frames=5, height=24, width=40)
+    assert [path.read_text() for path in sorted(tmp_path.glob("*.txt"))] == ["a red disc\n", "a green disc\n"]
+    assert [data.clip(i, 0)["x"].shape for i in range(2)] == [(3, 5, 24, 40)] * 2
+    drawn = MovingShapes(frames=5, size=(24, 40), radius=(4, 6), speed=(1.0, 3.0)).clip(1, 0)
+    assert (drawn["x"] - data.clip(1, 0)["x"]).abs().mean() < 0.1  # H.264 halves the resolution of colour
+
+
 def test_the_tiny_encoders_are_fitted(whole, tmp_path, capsys):
     """A few steps: the error falls, latents get variance 1, and the folder is one that loads."""
     assert tiny_encoders.main([str(tmp_path)]) == 0

@@ -107,8 +107,9 @@ class Show(task.Show):
         assert samples.samples is not None
         n, c, t, _, w = samples.real.shape
         line = torch.full((n, c, t, 1, w), GREY, dtype=torch.uint8)
-        pairs = torch.cat([samples.real, line, samples.samples], dim=3)  # the sample under the real clip
-        save_gif(path, pairs, fps=samples.fps, columns=columns(n), titles=shown(samples.titles))
+        pairs = torch.cat([samples.real, line, samples.samples], dim=3)
+        below, head = shown(samples.titles), "real clips, and under each a sample"
+        save_gif(path, pairs, fps=samples.fps, columns=columns(n), titles=below, head=head)
         return self.measure(samples.real, samples.samples, samples.titles) if self.config.sample.metrics else {}
 
     def measure(self, real: Tensor, made: Tensor, titles: Sequence[str]) -> dict[str, float]:
