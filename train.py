@@ -111,7 +111,10 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     show = cfg.create_show(task)
     show.ready()
     if (count := task.validation_samples) % (dp := replicate * shard):
-        raise UserError(f"eval: {count} validation samples are not a multiple of {dp} data-parallel groups")
+        raise UserError(
+            f"eval: {count} validation samples are not a multiple of {dp} data-parallel groups: "
+            "change their number under eval, or parallel.dp_shard"
+        )
 
     # model: shapes only, on the meta device; weights come last
     model, objective, stages = without_weights(config, task)

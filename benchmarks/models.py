@@ -61,7 +61,7 @@ def theirs(mesh: DeviceMesh, case: Case) -> float | None:
     return float(sent)
 
 
-FIRST = "model", "the one line", "N", "output", "gradients", "largest share"
+FIRST = "model", "dims of the inputs", "N", "output", "gradients", "largest share"
 HEAD = *FIRST, "bytes / Ulysses", "`_cp_plan` / Ulysses"
 Row = Callable[[DeviceMesh, str], str]
 

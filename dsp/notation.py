@@ -118,7 +118,7 @@ class _Axes:
             self.dim(token.removeprefix("+"), token.startswith("+"))
         else:
             raise self.wrong(
-                f"unexpected {token!r}; a pattern has names, folds (b t), brackets [s c], sums +k, 1, "
+                f"unexpected {token!r}; a pattern has names, folds (b t), brackets [s c], sums +k, 1 (a size), "
                 "name=pattern, commas and one ->"
             )
 
@@ -149,7 +149,7 @@ class _Axes:
 
     def dim(self, name: str, summed: bool) -> None:
         if summed and self.bracket:
-            raise self.wrong(f"a dim that is summed over is not in brackets too; write +{name} outside the brackets")
+            raise self.wrong(f"a summed dim cannot be in brackets; write +{name} outside the brackets")
         self.summed |= {name} if summed else set()
         self.computed |= {name} if summed or self.bracket else set()
         if self.fold is not None:
@@ -222,7 +222,7 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
     if explicit:
         outputs = tensors(tokens[cut + 1 :])
         if any(p.param for p in outputs):
-            raise NotationError(f"{text!r}: outputs are bound by position; drop the '=' after '->'")
+            raise NotationError(f"{text!r}: outputs are bound by position; drop 'name=' after '->'")
     else:
         outputs = (TensorPattern(inputs[0].axes, inputs[0].computed),)
     stage = StagePattern(text, inputs, outputs, explicit, tuple(sizes.items()), root)
@@ -231,9 +231,10 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
             lost = [n for n in stage.free if n not in output.names]
             # an output may lack a dim only if no tensor can be sharded along it
             if lost:
+                are = "is" if len(lost) == 1 else "are"
                 raise NotationError(
-                    f"{text!r}: {_list(lost)} outside brackets but missing from the output {output}. If the stage "
-                    f"reduces over a dim, write {' '.join(f'[{n}]' for n in lost)}; if not, add it to the output"
+                    f"{text!r}: {_list(lost)} {are} outside brackets, but missing from the output {output}. If the "
+                    f"stage reduces over a dim, write {' '.join(f'[{n}]' for n in lost)}; if not, add it to the output"
                 )
     _check_sums(stage)
     return stage

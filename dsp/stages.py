@@ -127,7 +127,7 @@ class Stage:
                 dims = " ".join(str(o.name) for o in options)
                 raise NotationError(
                     f"{self.where}: {where} is a {type(module).__name__} in training, whose statistics run over all "
-                    f"dims but the channels: it is not independent along {dims}. Write [{dims}] in "
+                    f"dims but the channels: so the stage is not independent along {dims}. Write [{dims}] in "
                     f"'{self.pattern.text}', or use a norm that acts on each sample alone"
                 )
 

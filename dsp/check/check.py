@@ -85,7 +85,7 @@ class Check:
             compare_slices(stage, args, kwargs, self.sizes, report, self.tolerance)
         unseen(report, self.stages, calls, self.sizes)
         if report.problems:
-            report.problems.append("not run in parallel: it would be wrong until its stages are right")
+            report.problems.append("parallel run skipped: correct the stages first")
         elif self.axis.size == 1:
             report.uncovered.append("a parallel run: there is one rank")
         else:
@@ -99,7 +99,7 @@ class Check:
             inputs = self.inputs()
         else:
             inputs, modes = [("", self.args, self.kwargs)], [m for m in modes if not m.fails][:1]
-            report.uncovered.append("other calls, and other sizes, than one: thorough=False")
+            report.uncovered.append("more than one call and one size: thorough=False")
         single = cast(self.model, self.dtype)
         parallel = parallelize(cast(self.model, self.dtype), self.axis.mesh, self.stated)
         for mode in modes:
@@ -124,7 +124,7 @@ class Check:
         elif zeros := {name for name in report.still or () if not name.startswith("input ")}:
             report.uncovered.append(f"parameters with no gradient but zeros: {some(sorted(zeros))}")
         if report.output is not None and not self.moved:
-            report.uncovered.append("what the outputs are made of: all of them were zeros")
+            report.uncovered.append("values of the outputs: all of them were zeros")
 
     def inputs(self) -> list[tuple[str, Any, Any]]:
         """The given inputs, and inputs that are shorter along the dims that may be sharded; a name for each."""
@@ -134,7 +134,7 @@ class Check:
         if self.root is None:
             why = 'the stages name no dims of the model\'s own inputs, as {"": "x=b t s c"} would'
         elif not longer:
-            why = "no dim of them that may be sharded is longer than 2"
+            why = "no dim that may be sharded is longer than 2"
         else:
             signature = Signature(self.model, self.root, "the model")
             shorter = smaller(longer, sizes, signature, args, kwargs, lambda a, k: called(self.model, a, k))

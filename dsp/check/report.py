@@ -61,7 +61,7 @@ class Report:
             worst_grad = max(self.gradients, key=lambda k: self.gradients[k])
             zeros = len(self.gradients.keys() & (self.still or set()))
             lines.append(
-                f"  gradients: {len(self.gradients) - zeros} tensors{f' beside {zeros} of zeros' if zeros else ''}, "
+                f"  gradients: {len(self.gradients) - zeros} tensors{f' ({zeros} more always zero)' if zeros else ''}, "
                 f"largest error {self.gradients[worst_grad]:.1e} ({worst_grad})"
             )
         if self.modes:

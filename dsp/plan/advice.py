@@ -43,7 +43,7 @@ def remedy(root: StagePattern | None, t: Trace, plan: Plan, replan: Callable[[St
         except Exception as reason:
             log.debug("no plan with %s: %s: %s", text, type(reason).__name__, reason)
     if not any(w.module for w in plan.whole):
-        return "Make a submodule of what can be cut along some dim, and name it in stages"
+        return "Move what can be sharded along some dim into a submodule, and name it in stages"
     told = "".join(f"{name}(): {reason}. " for name, reason in dict(reasons(t, plan)).items())
     return f"{told}dsp.discover tells whether a stage there can be sharded, and finds its line"
 

@@ -194,7 +194,7 @@ class Choices(Values):
                 home = given[param]
                 if home not in cuts.values():
                     raise NotationError(
-                        f"input {param!r} arrives as {given[param].placement()}, which '{pattern}' cannot name"
+                        f"input {param!r} arrives as {given[param].placement()}, which '{pattern}' cannot express"
                     )
             index = self.patterned(t, param, self.root_sizes, cuts, home is None, pattern)
             self.values[index] = replace(self.values[index], home=(home,))

@@ -221,7 +221,7 @@ class Plan:
         if not (names := ", ".join(filter(None, self.compiled))):
             return ""
         return (
-            f"between stages every operation is followed, so what torch.compile made of {names} is not used: make a "
+            f"operations between stages run one by one, so the compiled {names} is not used: make a "
             "submodule of it, name it in stages, and compile its forward after dsp.parallelize"
         )
 
@@ -231,7 +231,9 @@ class Plan:
             return ""
         first, more = self.whole[:3], len(self.whole) - 3
         names = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
-        return f"every rank runs whole what is between stages: {names}" + (f". {self.remedy}" if self.remedy else "")
+        return f"between stages every rank runs these operations whole: {names}" + (
+            f". {self.remedy}" if self.remedy else ""
+        )
 
     @property
     def _whole_stages(self) -> str:
@@ -289,7 +291,7 @@ class Plan:
         kinds = ", ".join(number_of(moves.count(kind), kind) for kind in dict.fromkeys(moves)) or "none"
         total = "  ".join(f"{phase} {human(b)}" for phase, b in self.bytes.items())
         if shared := sum(s.shared for s in self.switches):
-            kinds += f", in {len(moves) - shared} collectives"
+            kinds += f", in {number_of(len(moves) - shared, 'collective')}"
         foot = [
             f"{number_of(self.size, 'rank')}; moves in the forward: {kinds}",
             f"bytes a rank sends: {total}",

@@ -54,7 +54,7 @@ class Looking:
     def __call__(self, module: nn.Module, *gradients: Any) -> None:
         if self.hook(module, *gradients) is not None:
             raise RuntimeError(
-                f"a backward hook on {type(module).__name__} returned gradients: expected None. It is given this "
+                f"a backward hook on {type(module).__name__} returned gradients: expected None. The hook gets this "
                 "rank's shards of gradients, multiplied by the number of ranks. To change a gradient, call "
                 "y.register_hook(hook) in the forward, on a tensor between stages: that hook gets the gradient of a "
                 "single process"

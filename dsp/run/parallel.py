@@ -320,7 +320,7 @@ class FullRuntime(Runtime):
         inside = [stage.name for stage in self.stages if any(stage.module is own for own in m.modules())]
         way = f"compile its stages instead ({', '.join(inside[:3])}{' and more' * (len(inside) > 3)})"
         if not inside:
-            way = f"name it in stages, if a dim of its tensors is free there ({path!r})"
+            way = f"name it in stages, if it is independent along some dim ({path!r})"
         raise RuntimeError(
             f"{path!r} was compiled by its compile(), but it runs operations between stages, which dsp has to see one "
             f"by one: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"

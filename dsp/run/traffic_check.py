@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dsp.plan.table import Plan
     from dsp.run.forward import Run
 
-RIGHT = "What it computes is right"
+RIGHT = "Its results are right"
 SAID = {"forward": "this forward", "backward": "this backward", "recompute": "recomputation in this backward"}
 MISSED = {"forward": "", "backward": ": no gradient came there", "recompute": ": that was not computed again"}
 

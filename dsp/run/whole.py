@@ -203,7 +203,7 @@ class GlueOnWholes(Between):
         if what.name == "backward":
             raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
         if what.name == "new_tensor" and sharded_in(args[1:], kwargs):
-            raise GlueError("new_tensor() would copy this rank's part alone; write y.detach().clone()")
+            raise GlueError("new_tensor() would copy only this rank's part; write y.detach().clone()")
         if args and isinstance(args[0], Sharded):
             read = READ.get(func)
             if read is not None:

@@ -260,7 +260,7 @@ def test_what_is_not_covered_is_said(mesh: DeviceMesh) -> None:
         (True, "gradients: 8 tensors", []),
         (
             False,
-            "gradients: 2 tensors beside 6 of zeros",
+            "gradients: 2 tensors (6 more always zero)",
             ["no gradient but zeros", "all of them were zeros"],
         ),
     ],

@@ -32,7 +32,7 @@ def test_reads_what_the_design_shows() -> None:
         ("b (t (s", "fold inside a fold"),
         ("b t) s", r"'\)' without"),
         ("b t t", "'t' appears twice"),
-        ("b t -> b", "dim 't' outside brackets but missing from the output"),
+        ("b t -> b", "dim 't' is outside brackets, but missing from the output"),
         ("b t -> b -> t", "more than one '->'"),
         ("b t,, s", "empty tensor pattern"),
         ("", "empty stage pattern"),

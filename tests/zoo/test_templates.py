@@ -136,7 +136,7 @@ def test_each_chain_has_the_chain_that_fits_it(whole: Protein) -> None:
 
 def test_a_template_of_another_protein_is_refused(whole: Protein) -> None:
     stranger = replace(whole, name="stranger", sequence="W" * 30 + "C" * 40)
-    refused("no chain of it is like one of 1A8O", align, whole, stranger)
+    refused("none of its chains resembles one of 1A8O", align, whole, stranger)
 
 
 def test_templates_of_an_example_are_cropped_and_padded(whole: Protein) -> None:

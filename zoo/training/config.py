@@ -272,8 +272,8 @@ def _check_keys(schema: DictConfig, layer: DictConfig, source: str, prefix: str 
         node, given = schema.get(key), layer._get_node(key)
         _refuse_secret(name, str(given), source)
         if key not in schema:
-            where = f"'{prefix[:-1]}'" if prefix else "the top level"
-            raise UserError(f"{source}: unknown key '{name}'{_suggest(key, [str(k) for k in schema])} in {where}")
+            where = "" if prefix else " at the top level"
+            raise UserError(f"{source}: unknown key '{name}'{where}{_suggest(key, [str(k) for k in schema])}")
         if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
             if not isinstance(given, DictConfig):
                 raise UserError(f"{source}: '{name}' is a section: expected keys under it, got {given}")
@@ -309,11 +309,11 @@ def _check_values(config: Config) -> None:
     if config.parallel.save_exchanges and recomputed != "stages":
         raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {recomputed}")
     if config.train.ahead and config.optim.name != "adamw":
-        raise UserError("train.ahead=true needs optim.name=adamw: its kernel alone can skip a bad step on the device")
+        raise UserError("train.ahead=true needs optim.name=adamw: only its kernel can skip a bad step on the device")
     if config.train.ahead and config.train.offload:
         raise UserError("train.ahead=true needs an optimizer on the device: set train.offload=false")
     if config.train.offload and config.parallel.method != "dsp":
-        raise UserError(f"train.offload=true works with parallel.method=dsp alone, not {config.parallel.method}")
+        raise UserError(f"train.offload=true works only with parallel.method=dsp, not {config.parallel.method}")
     if (fps := getattr(config.data, "fps", None)) is not None and not fps > 0:
         raise UserError(f"data.fps={fps}: must be more than 0; null for the video's own")
     if (speed := getattr(config.data, "speed", None)) and not 0 <= speed[0] <= speed[1]:

@@ -86,8 +86,9 @@ def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple
     found = {name: texts[name] for name in paths if texts.get(name)}
     if not found:
         raise ClipError(
-            f"none of the {len(paths)} videos under {root} has a caption in {where}: name.txt beside name.mp4 is one, "
-            f"or --captions FILE, a .csv or .jsonl with the columns {NAMES[0]} and {TEXTS[0]}, paths relative to {root}"
+            f"none of the {len(paths)} videos under {root} has a caption (looked in {where}). Write NAME.txt beside "
+            f"NAME.mp4, or pass --captions FILE, a .csv or .jsonl with the columns {NAMES[0]} and {TEXTS[0]}, paths "
+            f"relative to {root}"
         )
     return found, skipped
 

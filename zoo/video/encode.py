@@ -92,7 +92,7 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
             counted = not options.together or dist.get_rank() == 0
             clips, lost = ranks.total(counted * (len(mine) - len(broken)), counted * len(broken))
         except RuntimeError as cause:
-            text = "another rank left before its clips were done; the same command goes on"
+            text = "another rank left before its clips were done; run the same command to resume"
             raise UserError(text, alone=True) from cause
     if dist.get_rank() == 0:
         summary(options.out, int(clips), len(skipped) + int(lost), time.perf_counter() - began)
@@ -115,7 +115,7 @@ def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) ->
     for line in skipped:
         print(f"skipped {line}", flush=True)
     if skipped and options.strict:
-        raise ClipError(f"{len(skipped)} skipped under --strict; the first is {skipped[0]}")
+        raise ClipError(f"--strict: {len(skipped)} files or captions cannot be used; the first is {skipped[0]}")
     if long := too_long(wanted, text):
         raise ClipError(
             f"{len(long)} captions are longer than --text-length {options.text_length} tokens: {'; '.join(long[:5])}"
@@ -163,7 +163,7 @@ def refuse_changed(folder: Path, wanted: Sequence[Source], there: dict[str, Entr
         shards = sorted({there[name].shard for name in changes})
         raise ClipError(
             f"{len(changes)} clips are in {folder} with other captions or sizes than now; the first is {name}: {change}"
-            f". Delete {' '.join(shards)} there to encode what they hold again, or take a new folder"
+            f". Delete {' '.join(shards)} there to encode their clips again, or choose another --out"
         )
 
 

@@ -195,7 +195,7 @@ def test_what_no_line_helps_is_said_too() -> None:
     plan = planned(*CASES["written graph"])
     assert plan.share == 1
     said = "index_put() in conv (720 B). index_put(): it has no rule for a sharded tensor"
-    assert f"every rank runs whole what is between stages: {said}" in plan.advice
+    assert f"between stages every rank runs these operations whole: {said}" in plan.advice
     with pytest.raises(ValueError, match="no dim to shard in Graph but the batch: conv computes over all other dims"):
         dsp.discover(CASES["written graph"][0](), CASES["written graph"][1])
 
@@ -231,7 +231,7 @@ def test_a_run_and_a_check_say_it_once(mesh: DeviceMesh) -> None:
             parallel(x)
     first = mesh.get_local_rank() == 0
     assert ["dsp.discover tells" in text for text in heard.texts] == [True, True] * first  # the one checked, this one
-    assert not first or report.count("every rank runs whole") == 1
+    assert not first or report.count("every rank runs these operations whole") == 1
 
 
 def test_a_forward_that_reads_its_data_is_told_after_its_first_call(mesh: DeviceMesh) -> None:
@@ -240,7 +240,7 @@ def test_a_forward_that_reads_its_data_is_told_after_its_first_call(mesh: Device
     with Heard() as heard, torch.no_grad():
         for _ in range(3):
             model(*inputs)
-    said = ["every rank runs whole what is between stages: index_put() (720 B)"]
+    said = ["between stages every rank runs these operations whole: index_put() (720 B)"]
     assert heard.texts == (said if mesh.get_local_rank() == 0 else [])
 
 

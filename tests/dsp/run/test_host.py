@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         f"torch.autograd.grad() {LOCAL}",
     ),
     "apply_": (lambda x: x.detach().clone().apply_(lambda v: v * 2), f"Tensor.apply_() {LOCAL}"),
-    "new_tensor": (lambda x: x.new_tensor(x.detach()), "new_tensor() would copy this rank's part alone"),
+    "new_tensor": (lambda x: x.new_tensor(x.detach()), "new_tensor() would copy only this rank's part"),
 }  # fmt: skip
 OUTSIDE: dict[str, Any] = {
     "torch.vmap": lambda model, x: torch.vmap(model)(x[None]),
@@ -226,7 +226,7 @@ def compiled_between(mesh: DeviceMesh, x: Tensor) -> None:
 
     model = Model(torch.compile(twice, backend=backend))
     expect, planned = model(x), dsp.plan(model, x, size=2).text()
-    assert "what torch.compile made of compiled_between.<locals>.twice is not used: make a submodule" in planned
+    assert "the compiled compiled_between.<locals>.twice is not used: make a submodule" in planned
     runs.clear()
     dsp.parallelize(model, mesh)
     torch.testing.assert_close(model(x), expect)

@@ -133,8 +133,8 @@ def test_written_and_read_again(tmp_path, text: str, head: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (f"#{len(A)},9\t1,1\n>101\t102\n{A}{B}\n", "its chains have 20,9 residues by its first line, and its query 32"),
-        (f"#{len(A)},{len(B)}\t1\n>101\t102\n{A}{B}\n", "expected a length and a number of copies a chain"),
+        (f"#{len(A)},9\t1,1\n>101\t102\n{A}{B}\n", "its first line says chains of 20,9 residues, but its query has 32"),
+        (f"#{len(A)},{len(B)}\t1\n>101\t102\n{A}{B}\n", "expected a length and a number of copies for each chain"),
         ("", "it has no rows"),
     ],
 )

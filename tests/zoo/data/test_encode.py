@@ -273,7 +273,7 @@ def test_captions_that_are_missing_or_too_long(clips, encoders, tmp_path, capsys
     ends("2 captions are longer than --text-length 8 tokens: deep/tall.gif has 25; wide.gif has 11", "--text-length", 8)
     (clips / "wide.txt").unlink()
     (clips / "deep/nothing.txt").write_text("of no video")
-    ends("3 skipped under --strict", "--strict")
+    ends("--strict: 3 files or captions cannot be used", "--strict")
     assert not out.exists()
     assert run(clips, out, encoders) == 0
     told = capsys.readouterr().out
@@ -283,7 +283,7 @@ def test_captions_that_are_missing_or_too_long(clips, encoders, tmp_path, capsys
         assert line in told
     for path in clips.rglob("*.txt"):
         path.unlink()
-    ends(f"none of the 3 videos under {clips} has a caption in NAME.txt beside each video")
+    ends(f"none of the 3 videos under {clips} has a caption (looked in NAME.txt beside each video)")
 
 
 def test_broken_videos_are_named_and_the_others_encoded(clips, encoders, tmp_path, capsys, monkeypatch, ends):
@@ -342,7 +342,11 @@ def test_tables_of_captions(tmp_path):
         ("x.jsonl", '{"path": "a.mp4", "text": "one"\n', "is not JSON"),
         ("x.jsonl", "[1]\n", "line 1: expected one of path"),
         ("x.xlsx", "", r"from .csv and .jsonl files, not from .xlsx"),
-        ("x.csv", "path,text\ne.mp4,one\n", r"none of the 3 videos .* has a caption in .*x.csv: name.txt beside"),
+        (
+            "x.csv",
+            "path,text\ne.mp4,one\n",
+            r"none of the 3 videos .* has a caption \(looked in .*x.csv\). Write NAME.txt beside",
+        ),
     ):
         (tmp_path / name).write_text(text)
         refused(message, captions, tmp_path, tmp_path / name, paths, error=ClipError)

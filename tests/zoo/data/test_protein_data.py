@@ -253,7 +253,7 @@ def test_a_folder_names_skips_and_counts(proteins, caplog):
     assert [len(data.protein(i).msa) for i in range(4)] == [3, 1, 2, 1]
     reasons = {path.name: reason for path, reason in data.skipped}
     assert sorted(reasons) == ["1A8O.pdb", "1A8Owner.a3m", "1GBT.cif", "1LCD.a3m"]
-    assert reasons["1A8O.pdb"] == "there is 1A8O.cif.gz too"
+    assert reasons["1A8O.pdb"] == "1A8O.cif.gz, of the same name, is used instead"
     assert "1LCD.a3m is of another protein than 1LCD, chain A: 42 and 51 residues" in reasons["1LCD.a3m"]
     assert "cut off" in reasons["1GBT.cif"]
     lines = [record.getMessage() for record in caplog.records]

@@ -266,7 +266,7 @@ def unseen(text):
         ("1A8O.cif", lambda text: text[:2000], "no _atom_site table: is the file cut off|cut off"),
         ("1A8O.pdb", lambda text: text[: text.index("CA  GLY A 156") + 27], r"line \d+: an atom record cut off"),
         ("1A8O.pdb", infinite, "atom CA of residue ASP 152 of chain A: coordinate y '     inf' is not a number"),
-        ("1A8O.pdb", unseen, r"no atom of a protein backbone was seen \(with an occupancy above 0\)"),
+        ("1A8O.pdb", unseen, r"no atom of a protein backbone is resolved \(with an occupancy above 0\)"),
         ("1A8O.pdb", lambda text: without(text, "ATOM", "HETATM"), "neither an mmCIF file .* nor a PDB file"),
         ("1LCD.pdb", lambda text: re.sub(r"(?m)^(SEQRES.{5}A|ATOM.{17}A).*\n", "", text), "no protein chain"),
     ],
@@ -293,7 +293,7 @@ def test_mmcif_cut_off_anywhere(tmp_path):
         return text[:rows] + text[text.index("\n#", end) + 1 :]
 
     path = unpacked("1A8O.cif", tmp_path, without_rows)
-    refused(r"residue .* of chain A was seen, but has no atoms: is the file cut off\?", read_structure, path)
+    refused(r"of chain A is listed as resolved, but has no atoms: is the file cut off\?", read_structure, path)
 
 
 def test_limits(tmp_path):

@@ -136,7 +136,9 @@ def _head(text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         return None
     lengths, copies = (tuple(map(int, group.split(","))) for group in found.groups())
     if len(lengths) != len(copies) or not all(lengths + copies):
-        raise ValueError(f"its first line is {found[0].strip()!r}: expected a length and a number of copies a chain")
+        raise ValueError(
+            f"its first line is {found[0].strip()!r}: expected a length and a number of copies for each chain"
+        )
     return lengths, copies
 
 
@@ -149,7 +151,7 @@ def _complex(blocks: Sequence[Block], head: tuple[tuple[int, ...], tuple[int, ..
         lengths, copies = head
         if sum(lengths) != block.msa.shape[1]:
             said = ",".join(map(str, lengths))
-            raise ValueError(f"its chains have {said} residues by its first line, and its query {block.msa.shape[1]}")
+            raise ValueError(f"its first line says chains of {said} residues, but its query has {block.msa.shape[1]}")
         parts = np.split(block.msa != GAP, np.cumsum(lengths)[:-1], axis=1)
         several = np.sum([part.any(1) for part in parts], axis=0) > 1
         mates = tuple(f"{source}: row {i}" if own else None for i, own in enumerate(several))
@@ -208,7 +210,10 @@ def _refuse_strange(names: Sequence[str], rows: Sequence[str], classes: np.ndarr
     for place in np.flatnonzero(classes == 255)[:1]:
         i = row[place]
         column = place - np.searchsorted(row, i)
-        raise ValueError(f"row {i + 1} ({_short(names[i])}) has {rows[i][column]!r} in column {column + 1}")
+        raise ValueError(
+            f"row {i + 1} ({_short(names[i])}) has {rows[i][column]!r} in column {column + 1}, which stands "
+            "for no residue"
+        )
 
 
 def _a3m(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -67,7 +67,7 @@ def read_protein(
     """
     protein, found = read_structure(structure), list[Alignment]()
     if not protein.contact_atoms()[1].any():
-        raise ValueError(f"{structure}: of no residue the Cβ (of glycine the Cα) was seen")
+        raise ValueError(f"{structure}: no residue has a resolved Cβ (for glycine: Cα)")
     for path in alignments:
         try:
             read = read_alignment(path)
@@ -178,7 +178,7 @@ class ProteinFolder:
         for path in structures:
             name = stem(path)
             if name in files:
-                self._skip(path, f"there is {files[name].structure.name} too")
+                self._skip(path, f"{files[name].structure.name}, of the same name, is used instead")
             else:
                 files[name] = Files(path)
         for path in every:
@@ -192,7 +192,7 @@ class ProteinFolder:
                 if whose is not None:
                     files[whose].alignments.append(path)
                 else:
-                    self._skip(path, "no structure has the name that it begins with")
+                    self._skip(path, "its name begins with the name of no structure")
         for name, of in counted(files.items(), len(files), "reading structures", log):
             bad: dict[Path, str] = {}
             try:

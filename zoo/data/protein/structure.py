@@ -123,7 +123,8 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
     for i in sorted({i for i, (_, residue) in enumerate(residues) if residue.seen} - set(place.tolist()))[:1]:
         chain, residue = residues[i]
         raise ValueError(
-            f"residue {residue.name} {residue.id} of chain {chain.id} was seen, but has no atoms: is the file cut off?"
+            f"residue {residue.name} {residue.id} of chain {chain.id} is listed as resolved, but has no atoms: is the "
+            "file cut off?"
         )
     components = np.array([residue.name for _, residue in residues])
     atom = np.array([ATOMS.index(name) if name in ATOMS else -1 for name in atoms.name], dtype=np.int64)
@@ -157,7 +158,7 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
     best = best[np.concatenate([np.ones(min(len(best), 1), bool), ~repeated])]
     best = best[occupancy[best] > 0]
     if not len(best):
-        raise ValueError("no atom of a protein backbone was seen (with an occupancy above 0)")
+        raise ValueError("no atom of a protein backbone is resolved (with an occupancy above 0)")
     positions = np.zeros((len(residues), len(ATOMS), 3), np.float32)
     resolved = np.zeros((len(residues), len(ATOMS)), bool)
     positions[place[best], atom[best]] = position[best]

@@ -57,7 +57,7 @@ def align(protein: Protein, other: Protein) -> Template:
             for (start, end), (first, _) in zip(*aligner.align(ours, chosen)[0].aligned):
                 source[at[start:end]] = theirs[chosen][first : first + end - start]
     if (source < 0).all():
-        raise ValueError(f"no chain of it is like one of {protein.name}: the best alignment scores {best:.0f}")
+        raise ValueError(f"none of its chains resembles one of {protein.name}: the best alignment scores {best:.0f}")
     there = source >= 0
     letters = np.full(r, GAP, np.uint8)
     letters[there] = encode(other.sequence)[source[there]]
