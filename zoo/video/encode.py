@@ -75,7 +75,9 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     vae = user_error(Autoencoder.load, options.vae, device, dtype)
     text = user_error(TextEncoder.load, options.text, device, dtype, length=options.text_length)
     todo, skipped = ranks.on_first_rank(lambda: user_error(prepare, options, vae, text))
-    options.together &= vae.causal and dist.get_world_size() > 1  # frames of an image autoencoder are encoded apart
+    if options.together and not vae.causal:
+        ranks.say("--together has no effect: an image autoencoder encodes frame by frame, and ranks share the clips")
+    options.together &= vae.causal and dist.get_world_size() > 1
     mine = todo if options.together else todo[dist.get_rank() :: dist.get_world_size()]
     if options.together:
         vae = together(vae)
