@@ -53,6 +53,10 @@ class Sharded(Tensor):
         if known or isinstance(func, OpOverload):  # an OpOverload runs below autograd, where modes see parts
             with NO():
                 return func(*args, **kwargs)
+        if backward and func in SAVED:
+            with NO():
+                out = func(*args, **kwargs)
+            return carry(plain(out), args[0].at) if isinstance(args[0], Sharded) else out
         if backward:
             raise RuntimeError(
                 "this backward has an operation that dsp cannot run on shards: the operation uses a sharded tensor "
@@ -211,6 +215,8 @@ READ: dict[Any, Any] = {
     Tensor.__repr__: _described,
     Tensor.__format__: _described,
 }
+# what `torch.autograd.graph.save_on_cpu` calls in backward: it brings a saved part back to its device
+SAVED = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda})
 # functions with the same answer for the part as for the whole
 AS_LOCAL = frozenset(
     getattr(Tensor, name).__get__

@@ -86,18 +86,19 @@ def batch_second(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_where(x: Tensor, index: Any, value: Any) -> Tensor | None:
-    """``x[mask] = number``; None for other indices, for several numbers, and if x's dtype would change the number."""
+    """``x[mask] = value``, a number or one row for all places; None for other indices, for a row for each place, and if
+    x's dtype would change the value."""
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or not 0 < index.dim() <= x.dim():
         return None
-    if isinstance(value, Tensor):
-        alike = not value.dim() and value.dtype == x.dtype
-    else:
-        alike = x.is_floating_point() or not isinstance(value, float)
-    if not alike:
+    rest = x.dim() - index.dim()
+    index = index[(..., *[None] * rest)]
+    if not isinstance(value, Tensor):
+        return x.masked_fill_(index, value) if x.is_floating_point() or not isinstance(value, float) else None
+    if value.dtype != x.dtype or value.dim() > rest + 1 or (value.dim() > rest and value.shape[0] != 1):
         return None
-    for _ in range(x.dim() - index.dim()):
-        index = index.unsqueeze(-1)
-    return x.masked_fill_(index, value)
+    if not value.dim():
+        return x.masked_fill_(index, value)
+    return x.copy_(torch.where(index, value[0] if value.dim() > rest else value, x))
 
 
 def expand_as(x: Tensor, other: Tensor) -> Tensor:

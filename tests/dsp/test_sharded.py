@@ -73,6 +73,12 @@ def test_autograd_functions_between_stages(mesh: DeviceMesh) -> None:
         exact(made(glue), mesh, (inputs(),))
 
 
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_what_backward_reads_may_be_kept_in_the_hosts_memory(mesh: DeviceMesh) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        exact(made(lambda x: x.softmax(1) * x), mesh, (inputs(),))
+
+
 def test_it_reads_as_a_dtensor(mesh: DeviceMesh) -> None:
     found: list[Any] = []
     glue = lambda x: (found.append(x), x * 1)[1]  # noqa: E731

@@ -31,6 +31,10 @@ class Masking(nn.Module):
             y[x > 0] = 2
         if self.way == "tensor":
             y[mask] = self.e.bias[0]
+        if self.way == "row":  # a learned token for masked positions
+            y[mask] = self.e.bias
+        if self.way == "one row":
+            y[mask] = self.e.bias[None]
         if self.way == "whole":
             y[torch.arange(x.shape[0]) < 1] = 0.5
         if self.way == "bool":
@@ -40,7 +44,7 @@ class Masking(nn.Module):
         return torch.softmax(q @ q.mT, -1) @ y
 
 
-WAYS = "rows all tensor whole bool asked".split()
+WAYS = [*"rows all tensor row whole bool asked".split(), "one row"]
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
@@ -52,7 +56,7 @@ def test_boolean_mask_writes_need_no_communication(mesh: DeviceMesh) -> None:
         steps = exact(single, mesh, (x,), {"": "x=b r f"}, gather=False, rounds=3, count=True)
         found[way] = [dict(comm.forward.bytes) for comm in steps]
     own = found["whole"]  # attention alone, whose mask is whole on every rank
-    assert all(found[way] == own for way in ("rows", "all", "tensor", "bool"))
+    assert all(found[way] == own for way in ("rows", "all", "tensor", "row", "one row", "bool"))
     assert len(own[0]) > 0
     _, second, third = found["asked"]  # a rank tells the others whether there is any
     assert second == third
