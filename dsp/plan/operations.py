@@ -597,6 +597,48 @@ class Operations(Choices):
             stay = [c for c in op.choices if not (c.execution and c.execution.copied)]
             if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
                 self.ops[k] = replace(op, choices=tuple(stay))
+        for kin in self.sharing.values():
+            if any(self.values[v].fixed for v in kin):
+                self.together(kin)
+
+    def together(self, kin: set[int]) -> None:
+        """Let a tensor, its views and the writes into them take one layout: a move in between would miss a write.
+
+        If the tensor is made in no layout that suits its views, its maker switches it to one that suits all readers;
+        if there is none, all of them run on replicated tensors.
+        """
+        users = [k for k, op in enumerate(self.ops) if kin & {*op.outputs} or self.writes(k, kin)]
+        if any(self.events[k].kind not in ("glue", "source") for k in users):
+            return
+        if all(self.agree(k, v, users) for k in users for v in kin & {*self.ops[k].outputs}):
+            return
+        for k in users:
+            whole = Choice((None,) * len(self.ops[k].inputs), (None,) * len(self.ops[k].outputs))
+            self.ops[k] = replace(self.ops[k], choices=(whole,))
+
+    def agree(self, maker: int, value: int, users: Sequence[int]) -> bool:
+        """Let all readers of a value take it as one op may switch it, if it makes it in no layout that suits `users`.
+
+        Return False if no layout suits all readers.
+        """
+        op, readers = self.ops[maker], [k for k, op in enumerate(self.ops) if value in op.inputs]
+        if self.suiting({c.gives[op.outputs.index(value)] for c in op.choices}, value, users):
+            return True
+        switched = self.suiting({cut for cut, _ in self.values[value].sizes}, value, readers)
+        for k in readers if switched else ():
+            at = self.ops[k].inputs.index(value)
+            self.ops[k] = replace(self.ops[k], choices=tuple(c for c in self.ops[k].choices if c.needs[at] in switched))
+        return bool(switched)
+
+    def writes(self, k: int, kin: set[int]) -> bool:
+        """Tell whether an op writes into one of these values."""
+        return self.events[k].written and not kin.isdisjoint(self.ops[k].inputs)
+
+    def suiting(self, layouts: set[Layout], value: int, readers: Iterable[int]) -> set[Layout]:
+        """Those of the layouts in which each of these ops, if it reads a value, may take it."""
+        for op in (self.ops[k] for k in readers if value in self.ops[k].inputs):
+            layouts = layouts & {c.needs[op.inputs.index(value)] for c in op.choices}
+        return layouts
 
     def saves(self) -> dict[int, float] | None:
         """The last op of each activation checkpoint that saves something (k - 0.5: between op k - 1 and op k).

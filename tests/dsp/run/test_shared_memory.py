@@ -97,6 +97,36 @@ def test_what_shares_memory_sees_a_write(mesh: DeviceMesh, glue: Callable[[Shari
     exact(Sharing(glue).double(), mesh, (x,), gather=False, rounds=2)
 
 
+def steps(m: Sharing, y: Tensor) -> Tensor:
+    y[:, 1:, ::2].mul_(0.5)
+    return y
+
+
+def steps_read(m: Sharing, y: Tensor) -> Tensor:
+    y[:, 1:, ::2].mul_(0.5)
+    return y.sum(1) + (y * 2).sum(1)
+
+
+def diagonal(m: Sharing, y: Tensor) -> Tensor:
+    y.diagonal(0, 1, 2).fill_(0.0)
+    return y * 2
+
+
+def corner(m: Sharing, y: Tensor) -> Tensor:
+    y[:, -1].zero_()
+    y[:, :, 0] = y[:, :, -1].clone() * 2
+    return y
+
+
+@pytest.mark.parametrize("mesh", [2, pytest.param(3, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("write", [steps, steps_read, diagonal, corner])
+def test_a_write_that_no_layout_of_the_tensor_can_take(mesh: DeviceMesh, write: Callable[..., Tensor]) -> None:
+    """The view's steps cut across t and s, along which a product leaves the tensor."""
+    x = torch.randn(1, 5, 7, C, dtype=torch.float64, requires_grad=True)
+    single = Sharing(lambda m, x: write(m, nn.functional.linear(x, m.twice.weight).clone()))
+    exact(single.double(), mesh, (x,), {"": "x=b t s c"}, rounds=2)
+
+
 def dense(m: Sharing, x: Tensor) -> Tensor:
     y = x * 2
     z, w = y.contiguous(), y.flatten(2)
