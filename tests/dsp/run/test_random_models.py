@@ -12,7 +12,7 @@ from tests.support.slow import long, slow, slow_but
 from tools.fuzz.models import Judge, refusal, shrunk
 from tools.fuzz.programs import generate
 
-SEEDS = {2: range(40), 3: [18, *range(130, 142)], 4: range(175, 183)}  # 61 programs, more of them where they are cheaper
+SEEDS = {2: range(40), 3: [18, *range(130, 142)], 4: range(175, 183)}  # 61 programs, more where they are cheaper
 
 # seed -> the kind of its failure: it must fail so until it is mended, and be taken off this list then
 KNOWN: dict[int, str] = {}
