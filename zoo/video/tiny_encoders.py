@@ -4,7 +4,7 @@
 
 writes `vae/`, `text_encoder/` and `tokenizer/`, each as diffusers and transformers would. They know nothing: the text
 encoder tells captions apart and no more, and a random autoencoder decodes to noise. `--fit CLIPS` trains the
-autoencoder on the frames of your videos, about two minutes on two cores, until they are recognisable. `--pipeline` adds
+autoencoder on the frames of your videos, some minutes on two cores, until they are recognisable. `--pipeline` adds
 a transformer and a scheduler, which makes DIR the folder of a pipeline for infer.py. For pictures worth looking at take
 pretrained ones.
 """
@@ -113,7 +113,6 @@ PIPELINES: dict[str, tuple[str, list[dict[str, Any]], str, tuple[str, dict[str, 
 def save_pipeline(folder: Path, name: str, *, seed: int = 0) -> None:
     """Write a random pipeline to `folder`, as diffusers would: transformer, autoencoder, text encoder, scheduler."""
     diffusers, transformers = library("diffusers"), library("transformers")
-    transformers.utils.logging.disable_progress_bar()  # for files of some kilobytes
     kind, models, autoencoder, (scheduler, settings), more = PIPELINES[name]
     family = "LatteTransformer3DModel" if kind.startswith("Latte") else "WanTransformer3DModel"
     index: dict[str, Any] = {"_class_name": kind, "_diffusers_version": diffusers.__version__, **more}
@@ -151,6 +150,7 @@ def save_autoencoder(folder: Path, name: str = "AutoencoderKL", *, seed: int = 0
 def save_text_encoder(folder: Path, *, channels: int = 64, seed: int = 0, kind: str = "T5") -> None:
     """Write a random T5 or UMT5 to `folder`/text_encoder, and a byte tokenizer to `folder`/tokenizer."""
     transformers, tokenizers = library("transformers"), library("tokenizers")
+    transformers.utils.logging.disable_progress_bar()  # for files of some kilobytes
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *alphabet])}
     tokens = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<unk>"))
@@ -174,7 +174,7 @@ def fit(
     are set so that latents have mean 0 and variance 1.
     """
     module = library("diffusers").AutoencoderKL.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-    pixels = _squares(clips, side)
+    pixels = _squares(clips, side, report)
     optimizer = torch.optim.AdamW(module.parameters(), 2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     draw = generator("tiny encoders")
@@ -190,7 +190,7 @@ def fit(
         optimizer.step()
         schedule.step()
         error = 0.95 * error + 0.05 * (y - x).abs().mean().item() if step > 1 else (y - x).abs().mean().item()
-        if step % 100 == 0 or step == steps:
+        if step == 1 or step % 100 == 0 or step == steps:
             report(f"step {step}/{steps}: mean absolute error {error:.3f} of a range of 2")
     with torch.no_grad():
         z = torch.cat([module.encode(x.float() / 127.5 - 1).latent_dist.mode() for x in pixels[:64].split(batch)])
@@ -199,10 +199,11 @@ def fit(
     return error
 
 
-def _squares(clips: Path, side: int) -> Tensor:
+def _squares(clips: Path, side: int, report: Callable[[str], Any]) -> Tensor:
     """Squares [n, 3, side, side], uint8, from frames throughout the videos, in random order."""
     data = VideoFolder(clips, frames=1, height=side, width=side)
     count = max(16, 1024 // len(data))
+    report(f"reading {count * len(data)} frames of {len(data)} videos")
     frames = [data.clip(i, epoch)["x"][:, 0] for i in range(len(data)) for epoch in range(count)]
     return (
         ((torch.stack(frames) + 1) * 127.5)
