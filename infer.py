@@ -30,7 +30,7 @@ from zoo.training import config as cfg
 from zoo.training.show.options import checked
 from zoo.training.tracking import number_of
 from zoo.training.use import arguments as describe
-from zoo.training.use import load_model, locate, progress, wire_option
+from zoo.training.use import load_model, locate, progress, say_written, wire_option
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,8 +92,7 @@ def main(arguments: Sequence[str]) -> int:
             account = f": {infer.account}" if infer.account else ""
             took, shared = time.perf_counter() - began, number_of(dist.get_world_size(), "rank")
             ranks.say(f"took {took:.2f} s on {shared}{account}")
-            for path in written:
-                ranks.say(f"{'replaced' if path in before else 'wrote'} {path}")
+            say_written(written, before)
         return 0
     except Exception as error:
         return ranks.complain(error)

@@ -53,11 +53,10 @@ class Sharded(Tensor):
         if known or isinstance(func, OpOverload):  # an OpOverload runs below autograd, where modes see parts
             with NO():
                 return func(*args, **kwargs)
-        if backward and func in SAVED:
-            with NO():
-                out = func(*args, **kwargs)
-            return carry(plain(out), args[0].at) if isinstance(args[0], Sharded) else out
         if backward:
+            if func in SAVED and isinstance(args[0], Sharded):
+                with NO():
+                    return carry(plain(func(*args, **kwargs)), args[0].at)
             raise RuntimeError(
                 "this backward has an operation that dsp cannot run on shards: the operation uses a sharded tensor "
                 "that an operation between stages saved in the forward. If this is activation checkpointing, use "

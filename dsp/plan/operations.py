@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import add
 from typing import NamedTuple
@@ -597,32 +597,41 @@ class Operations(Choices):
             stay = [c for c in op.choices if not (c.execution and c.execution.copied)]
             if any(self.values[v].fixed for v in (*op.inputs, *op.outputs)) and any(any(c.needs) for c in stay):
                 self.ops[k] = replace(op, choices=tuple(stay))
-        for kin in self.sharing.values():
-            if any(self.values[v].fixed for v in kin):
-                self.together(kin)
+        written = [kin for kin in self.sharing.values() if any(self.values[v].fixed for v in kin)]
+        if not written:
+            return
+        makers = {v: k for k, op in enumerate(self.ops) for v in op.outputs}
+        readers: dict[int, list[int]] = {}
+        for k, op in enumerate(self.ops):
+            for v in {*op.inputs}:
+                readers.setdefault(v, []).append(k)
+        for kin in written:
+            self.together({v: makers[v] for v in kin & makers.keys()}, {v: readers.get(v, []) for v in kin})
 
-    def together(self, kin: set[int]) -> None:
+    def together(self, makers: Mapping[int, int], readers: Mapping[int, Sequence[int]]) -> None:
         """Let a tensor, its views and the writes into them take one layout: a move in between would miss a write.
 
         If the tensor is made in no layout that suits its views, its maker switches it to one that suits all readers;
-        if there is none, all of them run on replicated tensors.
+        if there is none, all of them run on replicated tensors. makers, readers: of each value in this memory, the op
+        that makes it and those that read it.
         """
-        users = [k for k, op in enumerate(self.ops) if kin & {*op.outputs} or self.writes(k, kin)]
+        users = {*makers.values(), *(k for v, own in readers.items() for k in own if self.writes(k, v))}
         if any(self.events[k].kind not in ("glue", "source") for k in users):
             return
-        if all(self.agree(k, v, users) for k in users for v in kin & {*self.ops[k].outputs}):
+        if all(self.agree(k, v, users, readers[v]) for v, k in makers.items()):
             return
         for k in users:
             whole = Choice((None,) * len(self.ops[k].inputs), (None,) * len(self.ops[k].outputs))
             self.ops[k] = replace(self.ops[k], choices=(whole,))
 
-    def agree(self, maker: int, value: int, users: Sequence[int]) -> bool:
-        """Let all readers of a value take it as one op may switch it, if it makes it in no layout that suits `users`.
+    def agree(self, maker: int, value: int, users: Collection[int], readers: Sequence[int]) -> bool:
+        """Let all readers of a value take it as its maker may switch it, if none of its own layouts suits `users`.
 
         Return False if no layout suits all readers.
         """
-        op, readers = self.ops[maker], [k for k, op in enumerate(self.ops) if value in op.inputs]
-        if self.suiting({c.gives[op.outputs.index(value)] for c in op.choices}, value, users):
+        op = self.ops[maker]
+        made = {c.gives[op.outputs.index(value)] for c in op.choices}
+        if self.suiting(made, value, [k for k in readers if k in users]):
             return True
         switched = self.suiting({cut for cut, _ in self.values[value].sizes}, value, readers)
         for k in readers if switched else ():
@@ -630,13 +639,14 @@ class Operations(Choices):
             self.ops[k] = replace(self.ops[k], choices=tuple(c for c in self.ops[k].choices if c.needs[at] in switched))
         return bool(switched)
 
-    def writes(self, k: int, kin: set[int]) -> bool:
-        """Tell whether an op writes into one of these values."""
-        return self.events[k].written and not kin.isdisjoint(self.ops[k].inputs)
+    def writes(self, k: int, value: int) -> bool:
+        """Tell whether an op writes into a value."""
+        event = self.events[k]
+        return event.written and (into := event.operands[0]) is not None and into.value == value
 
     def suiting(self, layouts: set[Layout], value: int, readers: Iterable[int]) -> set[Layout]:
-        """Those of the layouts in which each of these ops, if it reads a value, may take it."""
-        for op in (self.ops[k] for k in readers if value in self.ops[k].inputs):
+        """The layouts, of these, in which all readers of a value may take it."""
+        for op in (self.ops[k] for k in readers):
             layouts = layouts & {c.needs[op.inputs.index(value)] for c in op.choices}
         return layouts
 

@@ -231,9 +231,8 @@ class Plan:
             return ""
         first, more = self.whole[:3], len(self.whole) - 3
         names = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
-        return f"between stages every rank runs these operations whole: {names}" + (
-            f". {self.remedy}" if self.remedy else ""
-        )
+        remedy = f". {self.remedy}" if self.remedy else ""
+        return f"between stages every rank runs these operations whole: {names}{remedy}"
 
     @property
     def _whole_stages(self) -> str:
@@ -396,6 +395,8 @@ def _once(rows: Sequence[tuple[StageRow, int]], lines: bool, longest: int) -> It
     while i < len(rows):
         best = (1, 1)
         for period in range(1, min(longest, (len(rows) - i) // 2) + 1):
+            if keys[i] != keys[i + period]:
+                continue
             group, times = keys[i : i + period], 1
             while keys[i + times * period : i + (times + 1) * period] == group:
                 times += 1

@@ -29,7 +29,7 @@ from zoo.training.show.clips import decode
 from zoo.training.show.options import checked
 from zoo.training.show.video import FORMATS, Stopwatch, write
 from zoo.training.together import together
-from zoo.training.use import asked, progress, wire_option
+from zoo.training.use import asked, progress, say_written, wire_option
 from zoo.video import published
 from zoo.video.codec import Autoencoder, TextEncoder
 from zoo.video.published import Prompt, Published
@@ -256,11 +256,11 @@ def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
         folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift, branches=options.branches,
         wire=options.wire,
     )  # fmt: skip
+    before = set(options.out.glob("*"))
     try:
         pipe.run(options, progress())
         ranks.say(f"took {pipe.account}")
-        for path in pipe.files:
-            ranks.say(f"wrote {path}")
+        say_written(pipe.files, before)
         return 0
     finally:
         pipe.close()

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ def load_model(
     predictor = task.predictor(restored(task, directory, step, device, averaged))
     user_error(dsp.parallelize, predictor, mesh["sp"], wire=wire)
     return predictor.eval()
+
+
+def say_written(files: Iterable[Path], before: Collection[Path]) -> None:
+    """Say of each file that it was written, or that it replaced one that was there before."""
+    for path in files:
+        ranks.say(f"{'replaced' if path in before else 'wrote'} {path}")
 
 
 def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:

@@ -8,11 +8,12 @@ second. Needs the extra `video`.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zoo.data.shapes import NAMES, MovingShapes
 from zoo.pictures import save_mp4
+from zoo.training import command, user_error
 
 __all__ = ["write_clips"]
 
@@ -34,13 +35,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("dir", type=Path, help="the folder to write")
     parser.add_argument("--videos", type=int, default=64, help="how many (default 64)")
     options = parser.parse_args(arguments)
-    try:
-        write_clips(options.dir, options.videos)
-    except ValueError as error:  # PyAV is not installed
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {options.videos} videos, and the caption of each, to {options.dir}")
-    return 0
+
+    def work() -> Iterator[str]:
+        user_error(write_clips, options.dir, options.videos)  # PyAV may be missing
+        yield f"{options.videos} videos, and the caption of each, to {options.dir}"
+
+    return command(work)
 
 
 if __name__ == "__main__":

@@ -381,7 +381,6 @@ def test_clips_follow_each_other_without_gaps():
     assert [c.name for c in slow] == ["v#0", "v#3", "v#6", "v#9", "v#12"]
 
 
-@pytest.mark.slow
 def test_example_clips_have_captions_and_are_read(tmp_path):
     example_clips.write_clips(tmp_path, 2, frames=5, size=(24, 40))
     data = VideoFolder(tmp_path, frames=5, height=24, width=40)
@@ -391,6 +390,7 @@ def test_example_clips_have_captions_and_are_read(tmp_path):
     assert (drawn["x"] - data.clip(1, 0)["x"]).abs().mean() < 0.1  # H.264 halves the resolution of colour
 
 
+@pytest.mark.slow
 def test_the_tiny_encoders_are_fitted(whole, tmp_path, capsys):
     """A few steps: the error falls, latents get variance 1, and the folder is one that loads."""
     assert tiny_encoders.main([str(tmp_path)]) == 0
