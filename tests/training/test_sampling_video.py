@@ -14,7 +14,7 @@ from tests.support.inference import frames, infer
 from tests.support.runs import Runs
 from tests.support.slow import long, slow
 from zoo.data.latents import Entry, Manifest, Writer, write_manifest
-from zoo.pictures import to_pixels
+from zoo.pictures import title, to_pixels
 from zoo.training import config as cfg
 from zoo.training.show.clips import Pixels, decode
 from zoo.training.task import share
@@ -108,7 +108,10 @@ def test_a_run_shows_samples_under_real_clips(run, data):
         gif.seek(2)
         shown = torch.from_numpy(np.asarray(gif.convert("RGB")).astype(int))
     high, wide = 2 * 16 + 1, 24  # of a pair, enlarged three times
-    assert shown.shape[:2] == (3 * high + 14, 3 * (3 * wide) + 2 * 2)
+    full = 3 * (3 * wide) + 2 * 2
+    top, captions = title(["real clips, and under each a sample"], full).shape[1], title(CAPTIONS, 3 * wide).shape[1]
+    assert shown.shape[:2] == (top + 3 * high + captions, full)
+    shown = shown[top:]
     task = cfg.create_task(cfg.load([str(run / "config.yaml")]))
     task.model()
     task.open()
