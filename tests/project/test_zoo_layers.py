@@ -13,7 +13,15 @@ from zoo.contract import Model, check, members
 FILES = sorted(path.resolve() for path in ROOT.glob("zoo/**/*.py"))  # train.py and infer.py, too: zoo/cli links to them
 # zoo.load is a program, too
 PROGRAMS = {
-    ROOT / name for name in ("train.py", "infer.py", "zoo/cli/__init__.py", "zoo/video/encode.py", "zoo/__init__.py")
+    ROOT / name
+    for name in (
+        "train.py",
+        "infer.py",
+        "zoo/cli/__init__.py",
+        "zoo/video/encode.py",
+        "zoo/video/example_clips.py",
+        "zoo/__init__.py",
+    )
 }
 
 
