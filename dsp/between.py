@@ -1,7 +1,7 @@
 """The mode that sees the operations between stages; runs, plans and `discover` use subclasses of it.
 
 It classifies each torch function: whether it reads elements at all, is refused, is written out in other functions, or
-takes an argument for its type alone. The rest are operations, which a subclass handles.
+takes an argument only for its type. The rest are operations, which a subclass handles.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def by_number(index: Any) -> Any:
 
 
 def without_data_of(args: Any, at: int) -> Any:
-    """The arguments with an empty tensor in place of the one whose type and device alone are read."""
+    """The arguments with an empty tensor in place of the one of which only the type and device are read."""
     if len(args) <= at or not isinstance(args[at], Tensor):
         return args
     return *args[:at], torch.empty(0, dtype=args[at].dtype, device=args[at].device), *args[at + 1 :]

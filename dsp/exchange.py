@@ -30,7 +30,7 @@ IN_LEGS: dict[str, Callable[..., Any]] = {}  # exchanges over several nodes, whi
 
 @lru_cache(maxsize=4096)
 def name_of(group: str) -> str:
-    """The name of the process group alone, without the ways behind it."""
+    """Only the name of the process group, without the ways behind it."""
     return group.partition("|")[0]
 
 
@@ -205,7 +205,7 @@ class SwitchPlan:
     A block is what one rank sends to another: its own part of `src`, the other's part of `dst`, all of the rest. If
     `dst` is the outermost dim, the blocks already lie in order, and sending copies nothing. Otherwise blocks are packed
     with `src` first, so that received blocks join without a copy. With batch 1 a switch costs one copy either way. The
-    order depends on global sizes alone, since strides may differ from rank to rank. The result has its dims in memory
+    order depends only on global sizes, since strides may differ from rank to rank. The result has its dims in memory
     in the order `kept` (see `order_of`). A part of a joined dim is a part of each of its pieces.
     """
 

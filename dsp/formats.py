@@ -2,7 +2,7 @@
 
 A rank packs the flat tensor that it sends into bytes: for each destination the elements, followed by their scales, so
 that one all-to-all carries both. A block is 128 consecutive elements for one destination, or the rest at the end. So
-the number of bytes depends on the number of elements alone, and not on their shape.
+the number of bytes depends only on the number of elements, and not on their shape.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _list(names: Sequence[str]) -> str:
 def solve_sizes(
     tensors: Sequence[tuple[TensorPattern, Sequence[int]]], root: Mapping[str, int], *, where: str
 ) -> dict[str, int]:
-    """The sizes of the dims in one call, from the patterns and shapes of its tensors; `root` has sizes for folds alone.
+    """The sizes of the dims in one call, from the patterns and shapes of its tensors; `root` has sizes only for folds.
 
     An axis of size 1 broadcasts if its dim is longer in another tensor. Raises NotationError if shapes do not fit.
     """

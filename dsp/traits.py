@@ -102,8 +102,8 @@ class Traits(NamedTuple):
     """The traits of one torch function.
 
     name: its plain name; metadata: it reads no elements; in_place: it writes into its first argument; dtype_arg: the
-    position of an argument that may be a tensor whose type alone is read; decomposition: the function written out in
-    others, which returns None for a call that it does not cover.
+    position of an argument that may be a tensor of which only the type is read; decomposition: the function written out
+    in others, which returns None for a call that it does not cover.
     """
 
     name: str

@@ -84,7 +84,7 @@ def compare(
 ) -> Difference:
     """The difference of two calls; without `numbers`, only of the dtypes and shapes of their outputs.
 
-    rounding: the error of each gradient that comes from rounding alone, if known.
+    rounding: the error of each gradient that comes only from rounding, if known.
     """
     found = Difference()
     kinds = [[(t.dtype, tuple(t.shape)) for t in call.outputs] for call in (got, expected)]

@@ -48,7 +48,7 @@ log = logging.getLogger("dsp")
 SIZES = (2, 4)  # ranks to plan for
 
 
-WITHOUT = "by the rules alone, as meta tensors have no numbers: what has no rule counts as computed over"
+WITHOUT = "found only by the rules, as meta tensors have no numbers: what has no rule counts as computed over"
 ONE = "for these inputs' batch of one: pass two samples for stages that take any batch"
 
 

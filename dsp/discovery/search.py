@@ -234,7 +234,7 @@ class Search:
             yield tuple(o[x] for o, x in zip(options, way))
 
     def inside(self, node: ModuleCall, arg: int, size: int, taken: set[tuple[int, Cut]]) -> list[Cut]:
-        """The places of an argument that may hold a dim of `size`, by sizes alone."""
+        """The places of an argument that may hold a dim of `size`, judged only by sizes."""
         found = []
         for d, c in places(known(node.inputs[arg])):
             if (arg, c) in taken or d.size % size or (node.lives[arg] and d.size != size):

@@ -130,7 +130,7 @@ class AttentionCore(Distributed):
         if len(tensors) != 3 or any(not isinstance(t, Tensor) for t in tensors):
             extra = ", ".join(k for k in kwargs) or f"{len(tensors)} arguments"
             raise NotationError(
-                f"core {self.name!r}: {self.label} takes queries, keys and values alone, and got {extra}: a mask or a "
+                f"core {self.name!r}: {self.label} takes only queries, keys and values, and got {extra}: a mask or a "
                 "bias over the sharded dim is not supported; use method='dsp'"
             )
         return tensors[0], tensors[1], tensors[2]

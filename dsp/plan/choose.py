@@ -105,7 +105,7 @@ def choose(
 
     args, kwargs, stages, dtype: as for `dsp.plan`; nothing is allocated or run, and meta tensors will do. hardware:
     its memory is the limit. resident: the bytes of weights, gradients and optimizer states on a rank, as a function of
-    sp; by default those of the weights alone, replicated, as in inference. recompute: activation checkpointing of every
+    sp; by default only those of the weights, replicated, as in inference. recompute: activation checkpointing of every
     stage, which keeps only its inputs for backward; under ``torch.no_grad()`` nothing is kept. wire, route, overlap:
     the formats and routes of switches, and which travel while stages compute, as for `dsp.parallelize`; "auto" takes
     the quickest combination by `hardware`. ``wire="auto"`` permits fewer bits, which are not exact. If no plan fits,

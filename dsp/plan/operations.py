@@ -101,7 +101,7 @@ class Operations(Choices):
         self, t: Ref, name: str, sizes: Mapping[Cut, Extent], names: Mapping[Cut, str], whole: bool,
         letters: Sequence[str], alone: bool = False,
     ) -> int:  # fmt: skip
-        """alone: it is made of replicated tensors alone, so that every rank may make it in full."""
+        """alone: it is made only of replicated tensors, so that every rank may make it in full."""
         if not alone:
             self.grow(t.numel() * t.element_size())
         index = super().value(t, name, sizes, names, whole, letters)
@@ -110,7 +110,7 @@ class Operations(Choices):
         return index
 
     def alone(self, op: Operation) -> bool:
-        """Tell whether all values that an operation reads are made of replicated tensors alone."""
+        """Tell whether all values that an operation reads are made only of replicated tensors."""
         return all(self.values[v].alone for v in op.values)
 
     def operation(self, node: OperationNode) -> None:
@@ -145,7 +145,7 @@ class Operations(Choices):
         return sym is not None and not self.stays_whole(sym.value)
 
     def stays_whole(self, value: int) -> bool:
-        """Keep a value replicated, if it is computed from replicated tensors alone; tell whether it is."""
+        """Keep a value replicated, if it is computed only from replicated tensors; tell whether it is."""
         made = self.of_whole(value)
         for i in made or ():
             whole = [c for c in self.ops[i].choices if not any((*c.needs, *c.gives))]
@@ -153,7 +153,7 @@ class Operations(Choices):
         return made is not None
 
     def of_whole(self, value: int) -> set[int] | None:
-        """The ops that make a value from replicated tensors alone; None if it has other origins."""
+        """The ops that make a value only from replicated tensors; None if it has other origins."""
         made = next((i for i, op in enumerate(self.ops) if value in op.outputs), None)
         if made is None or self.events[made].kind not in ("source", "glue") or self.events[made].name in FILLED:
             return None

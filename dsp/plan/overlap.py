@@ -27,7 +27,7 @@ from dsp.stages import Option, Stage
 from dsp.wire import Wire
 
 LEAST = 0.05  # the share of the time of a stage and its switches that pieces have to save
-NOBODY = "no stage makes what is switched, nor reads it alone"
+NOBODY = "no stage makes what is switched, nor is its only reader"
 
 
 class Overlaps:

@@ -50,8 +50,8 @@ class Recorder:
         self.numbers = ByTensor[int]()
         self.count = 0
         self.followed: set[int] = set()  # numbers of the tensors that a plan may shard
-        self.filled: set[int] = set()  # those made of new zeros alone: replicated, until written into
-        self.grown: set[int] = set()  # those made of replicated tensors alone
+        self.filled: set[int] = set()  # those made only of new zeros: replicated, until written into
+        self.grown: set[int] = set()  # those made only of replicated tensors
         self.memories: dict[StorageWeakRef, int] = {}
         self.edges: dict[Any, int] = {}
         self.frames: list[Any] = []  # the activation checkpoints
@@ -65,7 +65,7 @@ class Recorder:
         return self.numbers.get(t) in self.followed
 
     def made_of_sharded(self, t: Tensor) -> bool:
-        """Tell whether a plan may shard a tensor that is not made of new zeros alone."""
+        """Tell whether a plan may shard a tensor that is not made only of new zeros."""
         return self.follows(t) and self.numbers.get(t) not in self.filled
 
     def edge(self, e: Any) -> int | None:
@@ -148,7 +148,7 @@ class Recorder:
         self.add(node)
 
     def made(self, node: OperationNode, alone: bool) -> None:
-        """Note what an operation made: of new zeros `alone`, or of replicated tensors alone."""
+        """Note what an operation made: of new zeros `alone`, or only of replicated tensors."""
         made = {t.number for t in (*node.results, *node.operands[: node.in_place])}
         (self.filled.update if alone else self.filled.difference_update)(made)
         if not node.in_place and self.grown.issuperset(t.number for t in node.operands if t.number in self.followed):
@@ -220,7 +220,7 @@ class Recorder:
 
 
 def is_source(name: str, tensors: Sequence[Tensor], out: Any, in_place: bool) -> bool:
-    """Tell whether each rank may make its part alone of a tensor that an operation made."""
+    """Tell whether each rank may make its part, by itself, of a tensor that an operation made."""
     return isinstance(out, Tensor) and (name in SOURCES or (not in_place and grows(name, tensors, out)))
 
 

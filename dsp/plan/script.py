@@ -160,7 +160,7 @@ class Script:
 
     @cached_property
     def loosely(self) -> dict[Key, PlannedNode]:
-        """The nodes that can be found by name and sharded tensors alone, because no other node has the same."""
+        """The nodes that can be found only by name and sharded tensors, because no other node has the same."""
         found: dict[Key, list[PlannedNode]] = {}
         for key, alike in self.nodes.items():
             found.setdefault(loose(key), []).extend(alike.nodes)

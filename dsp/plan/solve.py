@@ -111,7 +111,7 @@ class Solved:
 def solved(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Solved:
     """Solve a trace: without sharding batch where another dim will do, unless nothing else fits the memory.
 
-    An op sharded along batch alone sends nothing, but with 2 samples on 3 ranks it is data parallelism with an idle
+    An op sharded only along batch sends nothing, but with 2 samples on 3 ranks it is data parallelism with an idle
     rank. Another dim is sharded then, if that makes the largest shard smaller.
     """
 

@@ -94,7 +94,7 @@ class Values:
         return self.shapes[value][:1] == (self.batch,)
 
     def offer_spare(self, sym: Sym, wanted: Cut | None = None) -> None:
-        """Let a value be sharded along all spare dims of this tensor, or along the `wanted` one alone."""
+        """Let a value be sharded along all spare dims of this tensor, or only along the `wanted` one."""
         for cut, own in list(sym.spare.items()):
             if wanted is not None and own != wanted:
                 continue

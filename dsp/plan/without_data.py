@@ -35,7 +35,7 @@ def without_data(
     implementation, which saves two to six times as much for backward. Hooks run, those of
     `torch.autograd.graph.saved_tensors_hooks` too, and so does a backward of the output; the model does not change.
 
-    stages: submodules; of equal ones, equal calls run once, since their results depend on shapes alone. ran: called as
+    stages: submodules; of equal ones, equal calls run once, since their results depend only on shapes. ran: called as
     ``ran(inputs, outputs)`` within each stage call that runs, with its tensors; it returns a note. repeated: called as
     ``repeated(note, inputs, outputs)`` in place of each stage call that does not run.
     """

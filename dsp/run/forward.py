@@ -167,7 +167,7 @@ class Run(Lookup):
         """This rank's shard of each replicated result that the plan wants sharded, if the cut fits its shape.
 
         kept: another tensor may share a result's memory, so that the shard is a view of the result. Otherwise the shard
-        is a copy: a view would keep the full result alive, and be dense on a rank with one row alone.
+        is a copy: a view would keep the full result alive, and be dense on a rank with only one row.
         """
 
         def own(t: Tensor, cut: Cut | None, number: int) -> Tensor:

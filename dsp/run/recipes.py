@@ -213,7 +213,7 @@ def cut_at(t: Sharded | None) -> Cut | None:
 
 
 def derive(op: RuledCall) -> Recipe:
-    """Derive the recipe of an operation from the plan and the rule; without a plan, from the rule alone."""
+    """Derive the recipe of an operation from the plan and the rule; without a plan, only from the rule."""
     run, asked, changing = op.run, op.asked, op.what.in_place
     # a replicated tensor needs no move: the rule narrows it to the cuts of the others
     wanted = [c if s is not None else None for s, c in zip(op.shells, asked)]

@@ -222,7 +222,7 @@ def test_the_command_line(folders: dict[str, Path], tmp_path: Path, capsys: Any,
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("wan", ["--first-frame", "a.png"], "--first-frame: this Wan draws from text alone"),
+        ("wan", ["--first-frame", "a.png"], "--first-frame: this Wan draws only from text"),
         ("wan-i2v", [], "this Wan needs a first image: pass --first-frame FILE"),
         ("wan-i2v", ["--first-frame", "a.png"], "no such file: a.png"),
         ("wan", ["--frames", 6], "6 frames (take 5 or 9)"),

@@ -9,7 +9,7 @@ from zoo.contract import lacks, members
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The trainer prints its message alone and exits with code 2.
+    """An error that the user can fix. The trainer prints only its message and exits with code 2.
 
     Every rank raises it, unless it is marked `alone`: then only this rank has found it.
     """

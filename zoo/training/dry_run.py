@@ -180,7 +180,7 @@ class Memory:
         else:
             text = f"the smallest sp that fits {size(memory)} a device is {fits}: {size(self.total(fits))}"
             text += "" if fits == sp else f"; sp={sp} needs {size(need)}"
-            text += "; one rank is enough at this size, and more of them save time alone" * (fits == 1 < sp)
+            text += "; one rank is enough at this size, and more of them save only time" * (fits == 1 < sp)
         less = [other for other in self.ways[self.ways.index(way) + 1 :] if self.total(sp, other) < need]
         if less:
             # the first with which this sp fits takes the least time

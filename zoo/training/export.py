@@ -83,7 +83,7 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
 
 
 def _shared(files: list[Path]) -> list[Path]:
-    """Make files as readable as config.json, which follows the umask: safetensors writes for their owner alone."""
+    """Make files as readable as config.json, which follows the umask: safetensors writes for only their owner."""
     for file in files:
         shutil.copymode(next(f for f in files if f.name == "config.json"), file)
     return files

@@ -92,7 +92,7 @@ def refuse_described(task: Task) -> None:
 
 
 def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
-    """Raise a UserError if settings differ, with the line to write: shapes alone do not show all differences."""
+    """Raise a UserError if settings differ, with the line to write: equal shapes do not prove equal settings."""
     ours = asdict(model.config)
     plain = [{k: list(v) if isinstance(v, tuple) else v for k, v in side.items()} for side in (theirs, ours)]
     differ = sorted(key for key in plain[0].keys() & plain[1].keys() if plain[0][key] != plain[1][key])

@@ -58,7 +58,7 @@ def refuse_parameters_of_its_own(objective: nn.Module, model: nn.Module) -> None
     if own := [name for name, p in objective.named_parameters() if id(p) not in known]:
         raise UserError(
             f"{type(objective).__name__} has parameters that are not the model's: {', '.join(own[:3])}. The trainer "
-            "initialises, shards and saves those of the model alone: put the module that has them into the model"
+            "initialises, shards and saves only those of the model: put the module that has them into the model"
         )
 
 

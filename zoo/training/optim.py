@@ -145,7 +145,7 @@ class MovingAverage:
     """A moving average of the weights, to sample and validate with (Polyak averaging).
 
     Follows every trained parameter of an FSDP2 model: average <- decay average + (1 - decay) weight, after each step. A
-    rank keeps the average of its own shards alone, so there is nothing to communicate.
+    rank keeps the average of only its own shards, so there is nothing to communicate.
     """
 
     def __init__(self, model: Any, decay: float):

@@ -158,7 +158,7 @@ class Pipeline:
         source, kind = self.published, type(self.published).__name__
         takes = source.images and (source.needs_image or getattr(source.models[0].config, "frame_times", False))
         if options.first_frame is not None and not takes:
-            raise UserError(f"--first-frame: this {kind} draws from text alone")
+            raise UserError(f"--first-frame: this {kind} draws only from text")
         if options.first_frame is None and source.needs_image:
             raise UserError(f"this {kind} needs a first image: pass --first-frame FILE")
         if options.guidance_2 is not None and len(source.models) == 1:

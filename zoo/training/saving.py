@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: a step waits for the copy alone, not for the disk.
+"""Checkpoints written while training goes on: a step waits only for the copy, not for the disk.
 
     saver = Saver(directory, keep=2, asynchronous=True)
     saver.save(step, contents, extra)       # copies the tensors to memory of the host, and returns

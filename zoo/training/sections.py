@@ -32,7 +32,7 @@ class Init:
 
 @dataclass
 class Lora:
-    rank: int = option(0, "LoRA rank (peft); with it adapters alone are trained; 0 disables LoRA", least=0)
+    rank: int = option(0, "LoRA rank (peft); with it only adapters are trained; 0 disables LoRA", least=0)
     alpha: float = option(16.0, "LoRA scale is alpha / rank", least=0)
     targets: list[str] = option(["*"], "linear layers that get an adapter, as patterns of names: '*.qkv'")
 
@@ -140,7 +140,7 @@ class Log:
 
 @dataclass
 class Checkpoint:
-    every: int = option(1000, "steps between checkpoints; 0 for the last step alone", least=0)
+    every: int = option(1000, "steps between checkpoints; 0 for only the last step", least=0)
     keep: int = option(2, "checkpoints kept", least=1)
     asynchronous: bool = option(False, "write checkpoints in the background, from a copy in host memory")
 

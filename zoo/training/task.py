@@ -132,7 +132,7 @@ class Task(ABC):
     def samples(self, chosen: Sequence[tuple[int, int]], training: bool) -> Inputs:
         """The objective's arguments for samples (epoch, index) of `train`, or of `validation`.
 
-        A pure function of its arguments and the configuration. A rank makes its own parts alone (`here`, `part`). A
+        A pure function of its arguments and the configuration. A rank makes only its own parts (`here`, `part`). A
         task may have `example`, `batch` and `validation_batches` instead.
         """
         raise NotImplementedError

@@ -262,5 +262,5 @@ def test_a_core_that_is_given_a_mask_is_refused() -> None:
     core = object.__new__(Ulysses)
     core.name = "blocks.0.core"
     x = torch.zeros(1, 4, 2, 3)
-    with pytest.raises(ValueError, match=r"takes queries, keys and values alone, and got mask.*use method='dsp'"):
+    with pytest.raises(ValueError, match=r"takes only queries, keys and values, and got mask.*use method='dsp'"):
         core.bind((x, x, x), {"mask": x})

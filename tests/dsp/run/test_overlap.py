@@ -638,7 +638,7 @@ def test_folds_short_dims_and_other_methods_are_left_alone() -> None:
     inputs = Folded.inputs(2, 6, 8)
     folded = dsp.plan(Folded(), kwargs=inputs, size=2, overlap=2)
     assert {o.reason for o in folded.overlaps} <= {"'t' lies in a fold", "'s' lies in a fold"} | {
-        "no stage makes what is switched, nor reads it alone"
+        "no stage makes what is switched, nor is its only reader"
     }
     assert folded.bytes == dsp.plan(Folded(), kwargs=inputs, size=2).bytes
     short = planned("behind", 4, (1, 4, 4), 4)

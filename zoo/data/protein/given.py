@@ -19,7 +19,7 @@ __all__ = ["Given", "find", "from_alignments"]
 
 @dataclass
 class Given:
-    """One protein: a structure with its alignments, or alignments alone, one for each chain; and templates."""
+    """One protein: a structure with its alignments, or only alignments, one for each chain; and templates."""
 
     name: str
     structure: Path | None
@@ -44,8 +44,8 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
 
     A structure takes the alignments whose names begin with its own, among `paths` and in its folder (as in folder.py).
     Every other alignment is a separate protein, or with `chains` one chain of a single complex; the same file twice is
-    two copies. Templates of structures and of alignments alone are found by name in the same places; a template of none
-    of these is a separate protein. ValueError: a path does not exist, or its name fits neither kind of file.
+    two copies. Templates of structures and of alignments without one are found by name in the same places; a template
+    of none of these is a separate protein. ValueError: a path does not exist, or its name fits neither kind of file.
     """
     files: list[Path] = []
     for path in map(Path, paths):

@@ -64,7 +64,7 @@ class Synthetic(Proteins):
 @dataclass
 class Embedded(Proteins):
     name: str = option(
-        "protein_embedded", "68 real structures that come with the package, each with its sequence alone"
+        "protein_embedded", "68 real structures that come with the package, each with only its sequence"
     )
     rows: int = option(1, "alignment rows; there is one", least=1)
     crop: str = option("contiguous", "how long proteins are cropped", choices=("contiguous", "spatial"))
