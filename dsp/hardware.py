@@ -150,12 +150,13 @@ class Hardware:
                 object.__setattr__(self, name, LINKS[value])
         if not (self.memory > 0 and self.flops > 0 and self.node >= 1 and self.stream > 0):
             raise ValueError(
-                f"memory is in bytes, flops and stream a second and node in ranks, got memory={self.memory!r}, "
-                f"flops={self.flops!r}, stream={self.stream!r}, node={self.node!r}"
+                "memory (bytes), flops and stream (a second) must be above 0, node (ranks) at least 1; got "
+                f"memory={self.memory!r}, flops={self.flops!r}, stream={self.stream!r}, node={self.node!r}"
             )
         if not (self.launch >= 0 and 0 <= self.busy <= 1):
             raise ValueError(
-                f"launch is in seconds and busy a share, from 0 to 1, got launch={self.launch!r}, busy={self.busy!r}"
+                f"launch (seconds) must be at least 0, busy a share from 0 to 1; got launch={self.launch!r}, "
+                f"busy={self.busy!r}"
             )
 
     @property

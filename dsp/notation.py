@@ -273,10 +273,9 @@ def solve_sizes(
             _, axis, size = waiting[0]
             raise Ambiguous(
                 f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart. Name the dims of the model's "
-                'inputs in a root pattern, for example {"": "x=b c t h w"}, and state there the sizes that cannot be '
-                "read from the shapes of the inputs: as an int argument or attribute of the model, "
-                f'"num_frames={axis[-1]}", or as a number, "{axis[-1]}=4". If the dims are never needed '
-                "by themselves, the axis may also have one name",
+                'inputs in a root pattern, for example {"": "x=b c t h w"}. A size that no shape of an input gives is '
+                f'stated there, too: by an int argument or attribute of the model, "num_frames={axis[-1]}", or by a '
+                f'number, "{axis[-1]}=4". If the dims are never needed by themselves, give the axis one name',
                 [n for n in axis if sizes.get(n, root.get(n)) is None],
                 size,
             )

@@ -58,8 +58,8 @@ class Sharded(Tensor):
                 with NO():
                     return carry(plain(func(*args, **kwargs)), args[0].at)
             raise RuntimeError(
-                "this backward has an operation that dsp cannot run on shards: the operation uses a sharded tensor "
-                "that an operation between stages saved in the forward. If this is activation checkpointing, use "
+                "dsp cannot run the backward of an operation between stages on shards: it uses a sharded tensor that "
+                "was saved in the forward. If this is activation checkpointing, use "
                 "use_reentrant=False; if it is an autograd.Function of your own, put it into a stage, a submodule "
                 "with a pattern, where tensors are local"
             )

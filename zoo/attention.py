@@ -107,7 +107,9 @@ class LowRankAttention(nn.Module):
     def __init__(self, rows: int, places: int):
         super().__init__()
         if rows < 1 or places < 1:
-            raise ValueError(f"low_rank=({rows}, {places}): it is (rows, places), how many sums of up to how many keys")
+            raise ValueError(
+                f"low_rank=({rows}, {places}): expected the number of sums and the most keys of each, both at least 1"
+            )
         self.rows, self.places = rows, places
         self.of_keys = nn.Parameter(torch.empty(rows, places))
         self.of_values = nn.Parameter(torch.empty(rows, places))

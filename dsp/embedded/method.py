@@ -99,8 +99,8 @@ def dap(model: nn.Module) -> Prepared:
     stages = getattr(model, "dap", None)
     if stages is None:
         raise ValueError(
-            f"dap is a schedule for alignments and pairs, and {type(model).__name__} has none: give it a dict `dap` "
-            "like its `stages`, with the dims that are not to be sharded in brackets, or use method='dsp'"
+            f"method='dap' needs a dict `dap` on {type(model).__name__}, like its `stages`, with the dims that "
+            "are not to be sharded in brackets; give it one, or use method='dsp'"
         )
     return stages_of(model, stages)
 

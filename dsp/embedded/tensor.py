@@ -51,8 +51,8 @@ class Linear:
         how, *heads = text.split()
         if how not in ("columns", "rows") or any(not h.isdecimal() or h == "0" for h in heads):
             raise NotationError(
-                f"tensor_parallel: {name!r} is to be cut by {text!r}; write 'columns' or 'rows', and the heads of each "
-                "matrix in it where there are heads, as 'columns 16 4 4' for queries, keys and values"
+                f"tensor_parallel: {name!r} is to be cut by {text!r}; write 'columns' or 'rows', and after it the "
+                "number of heads of each matrix in the layer, if any, as 'columns 16 4 4' for queries, keys and values"
             )
         if not isinstance(module, nn.Linear):
             raise NotationError(f"tensor_parallel: {name!r} is a {type(module).__name__}; only nn.Linear can be cut")
@@ -177,7 +177,9 @@ class Region(Distributed):
     def axis_of(self, along: str) -> int:
         axis = self.pattern.axis_of(along)
         if len(self.pattern.axes[axis]) > 1:
-            raise NotationError(f"{self.label} along {along!r}: '{self.pattern}' has it in a fold; it needs an axis")
+            raise NotationError(
+                f"{self.label} along {along!r}: '{self.pattern}' has {along!r} in a fold; give it its own axis"
+            )
         return axis
 
     def alone(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -281,8 +281,8 @@ def _check(problem: Problem) -> list[int]:
         for v in op.inputs:
             if producer[v] < 0 and not values[v].home:
                 raise ValueError(
-                    f"op {op.name!r} reads {values[v].name!r}, which no earlier op produces and which is no input: it "
-                    "has no `home`"
+                    f"op {op.name!r} reads {values[v].name!r}, which no earlier op produces and which is not an "
+                    "input of the problem (it has no `home`)"
                 )
         for v in op.outputs:
             if producer[v] >= 0 or values[v].home:

@@ -100,8 +100,8 @@ def over_ranks(f: Frame, x: Operand, cut: Cut, gone: list[int], keep: bool, name
         return statistics.norm(f, x, cut, gone, keep)
     raise f.refuse(
         "it reduces over the sharded dim",
-        "dsp reduces sum, mean, max, min, any, all, norms and logsumexp over all ranks; put any other "
-        "reduction into a stage that computes over the dim",
+        "over ranks dsp reduces sum, mean, amax, amin, max and min of the whole tensor, any, all, 2-norms, var, std "
+        "and logsumexp; put any other reduction into a stage that computes over the dim",
     )
 
 

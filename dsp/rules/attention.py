@@ -106,7 +106,7 @@ def shared_heads(f: Frame, q: Operand, k: Operand, v: Operand, at: int) -> tuple
     """
     heads, shared = q.shape[at], k.shape[at]
     if shared != v.shape[at] or heads % shared or any(o.cut.outer != 1 for o in (q, k, v) if o.cut):
-        raise f.refuse("its heads do not come in groups that share one of keys and one of values")
+        raise f.refuse("its query heads do not divide evenly among its heads of keys and values")
     each = heads // shared
     spans = []
     for rank in range(f.n):
@@ -183,7 +183,7 @@ ALONG_HEADS = (
     "Let it run along the heads, with (total heads channels) between stages, or make a stage of it, a submodule with a "
     "pattern that keeps the packed dim in brackets"
 )
-PACKED = "samples are packed along the sharded dim, and what tells them apart counts its places"
+PACKED = "samples are packed along the sharded dim, and their offsets count positions of the whole dim"
 
 
 @rule("varlen_attn")
@@ -192,7 +192,7 @@ def varlen(f: Frame) -> Outcome:
     q, k, v = f.args[:3]
     for o in f.operands():
         if o.cut is not None and o not in (q, k, v):
-            raise f.refuse("the offsets of its samples are sharded", "Leave that out of the root pattern")
+            raise f.refuse("the offsets of its samples are sharded", "Leave the offsets out of the root pattern")
         if o.cut is not None and o.cut.dim != o.ndim - 2:
             raise f.refuse(PACKED if o.cut.dim == 0 else "it computes over the sharded dim", ALONG_HEADS)
     if k.ndim != 3:

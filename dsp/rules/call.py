@@ -103,7 +103,7 @@ class Frame:
             if all(o.ndim for o in self.operands()):
                 raise
             raise self.refuse(
-                "a size or a place is a tensor, whose number is not known", "Write int(...) of it"
+                "a size or an index is a tensor, whose value is not known", "Write int(...) of it"
             ) from error
 
     def refuse(self, reason: str, advice: str = "") -> GlueError:

@@ -233,7 +233,7 @@ def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
     if not (known or isinstance(item, int)):
         raise f.refuse("it takes parts of the sharded dim")
     if lists and isinstance(item, slice) and item.indices(x.shape[cut.dim]) != (0, x.shape[cut.dim], 1):
-        raise f.refuse("it takes parts of the sharded dim, and of another one by a list")
+        raise f.refuse("it slices the sharded dim and indexes another dim by a list")
     return index, at, sum(not isinstance(i, int) for i in index[:at])
 
 

@@ -115,7 +115,7 @@ def embedding(f: Frame) -> Outcome:
     if f.get(5, "scale_grad_by_freq"):
         raise f.refuse("scale_grad_by_freq counts the places of the whole tensor")
     if f.get(3, "max_norm") is not None:
-        raise f.refuse("max_norm changes the rows of the weight that any rank reads, on each rank")
+        raise f.refuse("max_norm rescales the rows of the weight that are read, and each rank reads other rows")
     return Outcome(cut, size)
 
 

@@ -129,8 +129,8 @@ def conv(f: Frame) -> Outcome:
     if padding == "same":
         if any(r % 2 for i, r in enumerate(reach) if i != at):
             raise f.refuse(
-                "padding='same' with an even kernel pads one side of another dim by one more; pad explicitly, or take "
-                "an odd kernel"
+                "padding='same' with an even kernel pads the two sides of another dim unequally; pad explicitly, or "
+                "take an odd kernel"
             )
         padding = [r // 2 for r in reach]
         out = x.shape[cut.dim]

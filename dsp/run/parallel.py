@@ -153,7 +153,7 @@ def parallelize(
                 SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
         return model
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}; or a pipeline of diffusers")
+        raise TypeError(f"model must be a torch.nn.Module or a pipeline of diffusers, not {type(model).__name__}")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
         options = {"gather_output": gather_output, "compile": compile, "overlap": repr(overlap)}

@@ -77,7 +77,7 @@ def axes_of(model: Any, mesh: Any) -> tuple[DeviceMesh | None, Any]:
     if isinstance(model, nn.Module) or not isinstance(getattr(model, "components", None), dict) or not two:
         return None, mesh
     if mesh.mesh_dim_names is None:
-        raise ValueError('the mesh of a pipeline has two axes: name them, as in mesh_dim_names=("guidance", "sp")')
+        raise ValueError('this mesh has two axes, which need names: mesh_dim_names=("guidance", "sp")')
     first, last = mesh.mesh_dim_names
     return mesh[first], mesh[last]
 

@@ -222,7 +222,7 @@ def test_seconds_of_packing() -> None:
     assert known.packs("fp8", 1000, 3) == pytest.approx(3e-3 + 1e-3)
     assert known.packs("bf16", 1000, 3) == 0
     for wrong in ({"launch": -1}, {"busy": 1.5}):
-        with pytest.raises(ValueError, match="launch is in seconds and busy a share, from 0 to 1"):
+        with pytest.raises(ValueError, match="busy a share from 0 to 1"):
             machine(**wrong)
 
 

@@ -19,6 +19,7 @@ PROGRAMS = {
         "infer.py",
         "zoo/cli/__init__.py",
         "zoo/video/encode.py",
+        "zoo/data/protein/example_families.py",
         "zoo/video/example_clips.py",
         "zoo/__init__.py",
     )

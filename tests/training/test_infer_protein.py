@@ -209,7 +209,7 @@ def test_direct_couplings_need_no_checkpoint(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rows", "options", "said"),
     [
-        (CHAINS[:1], [], "one: only a sequence, and couplings are read off an alignment: give one"),
+        (CHAINS[:1], [], "one has only its sequence, and couplings need an alignment: give one"),
         ((CHAINS[0], "-" * 13 + "F"), [], "one: no row but the first has less than 50% gaps: raise --gaps"),
         ((CHAINS[0],) * 2, ["--identity", 2], "--identity 2.0: must be above 0 and at most 1"),
         ((CHAINS[0],) * 2, ["--nonsense"], "unrecognized arguments: --nonsense; infer.py --dca --help explains"),

@@ -68,7 +68,7 @@ def test_a_damaged_line_is_named_and_kept(tmp_path, line, place):
 def test_long_texts_of_little_but_brackets_are_refused():
     """Each of them would take many times what an honest text takes: a million objects in three megabytes."""
     for text in ("[" + "{}," * 30_000 + "{}]", b"{" + b'"a":1,' * 20_000 + b'"a":1}', "[" * 70_000):
-        with pytest.raises(ValueError, match="little but brackets and names"):
+        with pytest.raises(ValueError, match="too many names"):
             limits.parse_json(text)
     assert len(limits.parse_json("[" + "{}," * 1000 + "{}]")) == 1001
     assert len(limits.parse_json("[" + "1.25," * 30_000 + "1.25]")) == 30_001

@@ -239,7 +239,7 @@ def test_unusable_autoencoders_are_refused(saved, tmp_path, monkeypatch):
     weights.write_bytes(sound[: len(sound) // 2])
     wrong("AutoencoderKL cannot be loaded", Autoencoder.load, vae)
     weights.rename(vae / "diffusion_pytorch_model.bin")
-    wrong("weights are read from safetensors alone", Autoencoder.load, vae)
+    wrong("only safetensors are read", Autoencoder.load, vae)
     (vae / f"{weights.name}.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
     wrong(r"names ../other.safetensors, which is not in this folder", Autoencoder.load, vae)
     (vae / "config.json").write_text("{")

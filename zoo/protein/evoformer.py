@@ -102,9 +102,11 @@ class Config:
         check_widths(c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, c_e=self.c_e, chunk=self.chunk)
         check_templates(self.templates, self.template_channels)
         if self.depth < 0:
-            raise ValueError(f"depth={self.depth}: 0 is a model without blocks")
+            raise ValueError(f"depth={self.depth}: expected at least 0 (a model without blocks)")
         if self.extra_depth < 0:
-            raise ValueError(f"extra_depth={self.extra_depth}: 0 is a model without an extra alignment")
+            raise ValueError(
+                f"extra_depth={self.extra_depth}: expected at least 0 (a model without an extra alignment)"
+            )
 
 
 class Block(nn.Module):

@@ -120,7 +120,9 @@ class TemplateEmbedder(nn.Module):
         pair_mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if not sequence.shape[1]:
-            raise ValueError("template_sequence has no template: give one of which nothing is seen")
+            raise ValueError(
+                "template_sequence has no template: if there is none, give one with template_seen all False"
+            )
         start, total = self.pairs(z), None
         atoms = torch.cat([backbone, beta[..., None, :]], -2)
         for tokens, there, known in zip(sequence.unbind(1), atoms.unbind(1), seen.unbind(1)):
@@ -146,7 +148,7 @@ TEMPLATES = {
 def check_templates(blocks: int, channels: int) -> None:
     """Refuse an embedder that cannot be built."""
     if blocks < 0:
-        raise ValueError(f"templates={blocks}: 0 is a model that reads none")
+        raise ValueError(f"templates={blocks}: expected at least 0 (a model that reads none)")
     if blocks and (channels < HEADS or channels % HEADS):
         raise ValueError(f"template_channels={channels}: it has to be a multiple of {HEADS}")
 

@@ -32,7 +32,7 @@ class Init:
 
 @dataclass
 class Lora:
-    rank: int = option(0, "LoRA rank (peft); with it only adapters are trained; 0 disables LoRA", least=0)
+    rank: int = option(0, "LoRA rank (peft); only the adapters are then trained; 0: no LoRA", least=0)
     alpha: float = option(16.0, "LoRA scale is alpha / rank", least=0)
     targets: list[str] = option(["*"], "linear layers that get an adapter, as patterns of names: '*.qkv'")
 
@@ -50,24 +50,24 @@ class Parallel:
         False, "with checkpoint_activations: keep what ulysses or ring received in a stage, instead of sending it again"
     )
     wire: Any = option(
-        "same", "type of what a switch sends: same, bf16, fp8 or int8; {forward: fp8, backward: bf16} for each way by "
-        "itself (docs/wire.md); with parallel=auto also auto, which permits fewer bits where that saves time",
+        "same", "type of what a switch sends: same, bf16, fp8 or int8; {forward: fp8, backward: bf16} sets each "
+        "direction (docs/wire.md); auto, only with parallel=auto: fewer bits where that saves time",
     )  # fmt: skip
     route: str = option(
-        "direct", "way of switches where sp is longer than a node: direct; hierarchical, within nodes first; rounds; "
-        "or auto, the quickest for each size by links that are measured (docs/routes.md)",
+        "direct", "how switches travel if sp spans nodes: direct; hierarchical, within nodes first; rounds, to one "
+        "rank after the other; auto, the quickest for each size by measured links (docs/routes.md)",
     )  # fmt: skip
     overlap: Any = option(
-        None, "switches travel while the stages before them compute, in 2 to 4 pieces; auto: where that saves time by "
-        "the links, measured; null: not (docs/overlap.md)",
+        None, "2, 3 or 4: switches are cut into so many pieces, which travel while the stage before computes; auto: "
+        "where that saves time by measured links; null: off (docs/overlap.md)",
     )  # fmt: skip
     memory: float | None = option(
         None, "GiB of a device for dry_run's advice; null: that of hardware.device, else 80", least=0
     )  # fmt: skip
     auto: bool = option(
         False,
-        "choose dp_shard, sp, method and train.checkpoint_activations for the shortest step, and what of wire, route "
-        "and overlap is auto; also parallel=auto",
+        "choose dp_shard, sp, method and train.checkpoint_activations for the shortest step, and those of wire, "
+        "route and overlap that are auto; parallel=auto is the same",
     )
 
 
@@ -124,12 +124,14 @@ class Train:
         0.0, "a gradient norm this many times the median of the last 100 is a spike; 0: no check", least=0
     )
     ahead: bool | None = option(
-        None, "take a step before its numbers are on the host; the device skips a bad one; null: with AdamW on CUDA"
+        None, "take a step before its loss is on the host; the device skips a bad step; null: with AdamW on CUDA"
     )
     offload: bool = option(False, "keep weights, gradients and moments in host memory, where the optimizer runs")
-    sound: int = option(0, "steps between copies in host memory of weights with a finite loss; 0: none", least=0)
+    sound: int = option(
+        0, "steps between copies to host memory of the weights, if the loss is finite; 0: none", least=0
+    )
     workers: int = option(0, "processes a rank that make batches; 0: a thread makes them", least=0)
-    prefetch: int = option(1, "batches that each of them makes ahead", least=1)
+    prefetch: int = option(1, "batches that each worker, or the thread, makes ahead", least=1)
 
 
 @dataclass

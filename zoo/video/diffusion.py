@@ -380,7 +380,7 @@ def _guided(
 def _holding(noise: Tensor, clean: Tensor | None, x_mask: Tensor | None) -> Callable[[Tensor, Tensor | None], Tensor]:
     """`hold(x, given)`: x with the frames of `given` where x_mask is False; x as it is if no frames are held."""
     if (clean is None) != (x_mask is None):
-        raise ValueError("clean= and x_mask= go together: the frames that are given, and (False) which they are")
+        raise ValueError("clean= and x_mask= go together: clean= has the given frames, and x_mask= is False there")
     if clean is None or x_mask is None:
         return lambda x, _: x
     if clean.shape != noise.shape or x_mask.shape != (noise.shape[0], noise.shape[2]):

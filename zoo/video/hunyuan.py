@@ -418,7 +418,7 @@ def to_diffusers(model: HunyuanVideo, frames: int = 0) -> Any:
 
     c = model.config
     if not c.pooled_channels:
-        raise ValueError("diffusers' HunyuanVideo is told a pooled text; this model has pooled_channels=0")
+        raise ValueError("diffusers' HunyuanVideo takes a pooled text embedding; this model has pooled_channels=0")
     size = c.hidden // c.heads
     theirs: Any = HunyuanVideoTransformer3DModel(
         in_channels=c.in_channels, out_channels=c.out_channels, num_attention_heads=c.heads, attention_head_dim=size,

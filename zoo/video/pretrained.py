@@ -57,7 +57,7 @@ def weights(folder: Path, stem: str) -> list[Path]:
     raise CodecError(
         f"{folder} has no {one.name}"
         + (f", only {', '.join(there)}" if there else "")
-        + ": weights are read from safetensors alone; save_pretrained(folder) of a loaded model writes them"
+        + ": only safetensors are read; save_pretrained(folder) of a loaded model writes them"
     )
 
 

@@ -330,7 +330,7 @@ def read(
     built = [_transformer(folder / part, name, dtype, index) for part in parts]
     boundary = float(index.get("boundary_ratio") or 0.0)
     if len(built) > 1 and not 0 < boundary < 1:
-        raise CodecError(f"{folder} has two transformers, and no boundary_ratio in model_index.json says when which")
+        raise CodecError(f"{folder} has two transformers, but model_index.json has no boundary_ratio to choose by")
     own = family is STDiT and not sampler and not (folder / "scheduler").is_dir()
     chosen = None if own else scheduler(folder, sampler, shift)
     return family(folder, [model for model, _ in built], chosen, boundary, built[0][1])
@@ -387,7 +387,7 @@ def scheduler(folder: Path, name: str | None = None, shift: float | None = None)
     diffusers = library("diffusers")
     kind = getattr(diffusers, str(wanted), None)
     if wanted is None:
-        raise CodecError(f"{file} is not there: it says how the model is sampled; a scheduler can be named")
+        raise CodecError(f"{file} is not there: it says how to sample; or name a scheduler, --scheduler CLASS")
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         raise CodecError(f"{wanted} is not a scheduler of diffusers")
     own = inspect.signature(kind).parameters

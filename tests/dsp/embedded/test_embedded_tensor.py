@@ -117,7 +117,7 @@ def test_refusals() -> None:
             plan_of(method, 2, "st_mamba")
     with pytest.raises(ValueError, match="no such dim in its first input"):
         dsp.embedded.plan(build("latte"), size=2, method="megatron_sp", along="h", gather_output=False)
-    with pytest.raises(ValueError, match="dap is a schedule for alignments"):
+    with pytest.raises(ValueError, match="needs a dict `dap` on"):
         plan_of("dap", 2)
     for text, message in (
         ("column", "write 'columns' or 'rows'"), ("columns 5", "144 columns, which 5 heads do not divide"),

@@ -13,7 +13,7 @@ from Bio.Align import PairwiseAligner
 
 from tests.support.paths import STRUCTURES
 from tests.support.refusals import refused
-from zoo.data.protein import folder
+from zoo.data.protein import example_families, folder
 from zoo.data.protein.alignment import read_alignment
 from zoo.data.protein.complexes import join
 from zoo.data.protein.embedded import EmbeddedProteins, sources
@@ -349,6 +349,23 @@ def test_families_are_pure_and_on_contacts():
     fewer = PottsFamilies("train", residues=24, without=["1or4A"])
     assert len(data.structures) - 1 == len(fewer.structures) == sum(p.name != "1or4A" for p in data.structures)
     refused("no embedded structure is called 1or4B", PottsFamilies, without=["1or4B"])
+
+
+def test_example_families_are_read_as_they_were_drawn(tmp_path, capsys):
+    example_families.write_families(tmp_path / "new", 2, residues=24, rows=16)
+    read, drawn = ProteinFolder(tmp_path / "new"), PottsFamilies(families=64, residues=24, rows=16)
+    assert (len(read), read.skipped) == (2, [])
+    for protein in map(read.protein, range(2)):
+        name = protein.name
+        family = next(p for p in map(drawn.protein, range(64)) if p.name.split()[0] == name and len(p.chains) == 1)
+        assert protein.sequence == family.sequence
+        assert (protein.msa == family.msa).all()
+        bare = np.array([letter != "G" for letter in family.sequence])  # Cα of a glycine; its family has Cβ there
+        there, here = (p.contact_atoms()[0][bare] for p in (protein, family))
+        assert np.abs(there - here).max() < 0.002
+    assert example_families.main([str(tmp_path / "many"), "--families", "1000"]) == 2
+    assert "--families 1000: the package has" in capsys.readouterr().err
+    assert not (tmp_path / "many").exists()
 
 
 def test_families_of_many_kinds():

@@ -59,7 +59,7 @@ def run(options: Namespace) -> list[Path]:
 
 def judge(protein: Protein, options: Namespace) -> Coevolution:
     if len(protein.msa) < 2:
-        raise UserError(f"{protein.name}: only a sequence, and couplings are read off an alignment: give one")
+        raise UserError(f"{protein.name} has only its sequence, and couplings need an alignment: give one")
     chosen = {name: getattr(options, name) for name in ("gaps", "identity", "pseudocount")}
     try:
         found = direct_couplings(torch.from_numpy(protein.msa), **chosen)

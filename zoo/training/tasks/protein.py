@@ -63,9 +63,7 @@ class Synthetic(Proteins):
 
 @dataclass
 class Embedded(Proteins):
-    name: str = option(
-        "protein_embedded", "68 real structures that come with the package, each with only its sequence"
-    )
+    name: str = option("protein_embedded", "68 real structures that come with the package, each with only its sequence")
     rows: int = option(1, "alignment rows; there is one", least=1)
     crop: str = option("contiguous", "how long proteins are cropped", choices=("contiguous", "spatial"))
     templates: int = option(
@@ -112,7 +110,9 @@ class Objective:
 class Eval:
     every: int = option(500, "steps between validations; 0 for none", least=0)
     proteins: int = option(16, "validation samples, the same at every validation", least=1)
-    floors: bool = option(False, "also report baselines without a model: frequencies and mutual information")
+    floors: bool = option(
+        False, "also report baselines without a model: frequencies, mutual information, direct couplings"
+    )
 
 
 @dataclass
@@ -172,9 +172,9 @@ class Task(task.Task):
             raise UserError("the model has an extra alignment: set data.extra_rows, or model.overrides.extra_depth=0")
         if rows and not wanted:
             raise UserError(f"data.extra_rows={rows}, and the model has no extra alignment: set data.extra_rows=0")
-        if (told := getattr(model.config, "couplings", 0)) != self.features:
+        if (taken := getattr(model.config, "couplings", 0)) != self.features:
             raise UserError(
-                f"the data tells {self.features} couplings of each pair and the model is told {told}: "
+                f"the data has {self.features} couplings of each pair and the model takes {taken}: "
                 f"set model.overrides.couplings={self.features}{'' if self.features else ', or data.couplings=true'}"
             )
         if (wanted := getattr(model.config, "templates", 0)) and not self.templates:

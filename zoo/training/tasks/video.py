@@ -132,7 +132,7 @@ class Objective:
     )
     shift_cells: int | None = option(
         None,
-        "number of cells, t h w, for which shift holds; others scale by the root (Open-Sora 1.2: 4096); null: all",
+        "number of cells, t h w, for which shift holds; others scale by the root (Open-Sora 1.2: 4096); null: for all",
         least=1,
     )
     prediction: str | None = option(
@@ -174,7 +174,9 @@ class Sample:
     clips: int = option(4, "clips to sample, always from the same noise, each shown under a real one", least=1)
     steps: int = option(25, "sampling steps a clip", least=1, most=1000)
     guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
-    metrics: bool = option(False, "compare samples with real clips: statistics, and classes by a probe of pixels")
+    metrics: bool = option(
+        False, "compare samples with real clips: statistics, and classes by a linear classifier of pixels"
+    )
     features: str | None = option(
         None, "with metrics: folder of a published VideoMAE, for its Fréchet distance", file=True
     )
