@@ -65,6 +65,8 @@ def command(*words: str) -> None:
 class Hosts:
     """`count` namespaces on one switch; a context manager, which takes them away whatever happens.
 
+    Packets are large (MTU): in Ethernet's the kernel takes as much of the cores as the ranks compute with.
+
     keeps: milliseconds of packets that a link holds when it cannot send them yet; it drops the others.
     """
 
@@ -82,7 +84,8 @@ class Hosts:
             for i, name in enumerate(self.names):
                 command("ip", "netns", "add", name)
                 peer = ("peer", "name", f"port{i}", "netns", self.switch)
-                command("ip", "-n", name, "link", "add", "eth0", "type", "veth", *peer)
+                size = ("mtu", str(MTU))
+                command("ip", "-n", name, "link", "add", "eth0", *size, "type", "veth", *peer, *size)
                 command("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge", "up")
             self.start()
         except BaseException:

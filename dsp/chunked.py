@@ -34,7 +34,8 @@ class UnderWay(NamedTuple):
     def start(cls, plan: SwitchPlan, send: Tensor, group: str, wire: str) -> UnderWay:
         form, splits = format_of(wire, send.dtype), (plan.out_splits, plan.in_splits)
         flat, *splits = (send, *splits) if form is None else packed(form, send, *splits, group)  # type: ignore[assignment]
-        return cls(plan, form, torch.ops.dsp.start(flat, *splits, group), send.dtype)
+        total = plan.total if form is None else form.nbytes(plan.total)
+        return cls(plan, form, torch.ops.dsp.start(flat, *splits, group, total), send.dtype)
 
     def arrived(self) -> Tensor:
         """The flat tensor that arrives, after a wait."""

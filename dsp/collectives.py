@@ -25,6 +25,7 @@ from dsp.exchange import (
     EXACT,
     alone,
     as_sent,
+    begun,
     dense,
     exchanged,
     go_on,
@@ -53,7 +54,7 @@ for _op in (
     "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
     "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
     "all_reduce(Tensor x, str group) -> Tensor",
-    "start(Tensor send, int[] out_splits, int[] in_splits, str group) -> Tensor",  # to be waited for
+    "start(Tensor send, int[] out_splits, int[] in_splits, str group, int total) -> Tensor",  # to be waited for
 ):
     _lib.define(_op, tags=EXACT)
 
@@ -164,10 +165,6 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     return dense((torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype), order_of(x))
 
 
-def _start(send: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> Tensor:
-    return exchanged(send, out_splits, in_splits, group, later=True)
-
-
 def _fresh(name: str, kernel: Any) -> Any:
     def run(*args: Any) -> Any:
         notify(name, *args)
@@ -186,7 +183,7 @@ def implement(lib: torch.library.Library, name: str, kernel: Any) -> None:
 for _name, _kernel in [
     ("switch", _switch), ("switch_among", _switch_among), ("switch_many", _switch_many),
     ("switch_each", _switch_each), ("gather", _gather), ("reduce_scatter", _reduce_scatter),
-    ("all_reduce", _all_reduce), ("start", _start),
+    ("all_reduce", _all_reduce), ("start", begun),
 ]:  # fmt: skip
     implement(_lib, _name, _kernel)
 
@@ -217,7 +214,7 @@ _shapes(
         s, {src: sum(src_parts), dst: dst_parts[among.index(ranks(group)[1])]}
     ),
 )
-_shapes("start", lambda s, out_splits, in_splits, group: [sum(out_splits)])
+_shapes("start", lambda s, out_splits, *where: [sum(out_splits)])
 _shapes("gather", lambda s, dim, size, group, pieces=(): _resized(s, {dim: size}))
 _shapes("reduce_scatter", lambda s, dim, group, pieces=(): _resized(s, {dim: _own(tuple(pieces) or s[dim], group)}))
 _shapes("all_reduce", lambda s, group: s)

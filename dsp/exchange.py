@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsp.planner import chunk_sizes
-from dsp.private import _resolve_process_group, all_to_all, is_view
+from dsp.private import _resolve_process_group, all_to_all, arrives_by, is_view
 
 if TYPE_CHECKING:
     from dsp.formats import Format
@@ -128,7 +128,7 @@ def exchanged(
     dealing: Dealt | None = None, *, later: bool = False,
 ) -> Tensor:  # fmt: skip
     """Send each rank its part of a flat tensor, and return what arrives. If `later`, the result must be waited for, and
-    is still packed in `form`. An exchange in legs needs `dealing`, which says what all ranks send."""
+    is still packed in `form`. `dealing` says what all ranks send: an exchange in legs needs it, a large one gains."""
     if not later:  # half the host time
         return launched(send, out_splits, in_splits, group, form, dealing)()
     if form is not None:
@@ -138,7 +138,21 @@ def exchanged(
     splits = [s * width for s in out_splits], [s * width for s in in_splits]
     out = IN_LEGS["later"](flat, splits[0], width, group, dealing) if "|" in group else None
     if out is None:
-        out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, name_of(group))
+        recorded = type(flat) is not Tensor or torch.compiler.is_compiling()  # a compiler knows torch's own op
+        if recorded:
+            out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, name_of(group))
+        else:
+            out = torch.ops.dsp.start(flat, *splits, name_of(group), 0 if dealing is None else width * dealing.total)
+    return out if flat.dtype == send.dtype else out.view(send.dtype)
+
+
+def begun(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, total: int) -> Tensor:
+    """Begin the exchange of a flat tensor; the received one must be waited for. total: the elements of
+    all ranks."""
+    flat, width = as_sent(send)
+    out, pg = flat.new_empty(width * sum(out_splits)), _resolve_process_group(name_of(group))  # type: ignore[arg-type]
+    comes, goes = ([width * s for s in own] for own in (out_splits, in_splits))
+    arrives_by(out, all_to_all(out, flat, comes, goes, pg, width * total))
     return out if flat.dtype == send.dtype else out.view(send.dtype)
 
 
@@ -186,10 +200,11 @@ def launched(
     if "|" in group and (under_way := IN_LEGS["launched"](flat, out_splits, width, group, dealing)) is not None:
         return Unpacked(under_way, lambda came: came.view(send.dtype))
     out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(name_of(group))  # type: ignore[arg-type]
-    work = all_to_all(out, flat, out_splits, in_splits, pg)
+    works = all_to_all(out, flat, out_splits, in_splits, pg, 0 if dealing is None else width * dealing.total)
 
     def arrived() -> Tensor:
-        work.wait()
+        for work in works:
+            work.wait()
         return out if flat.dtype == send.dtype else out.view(send.dtype)
 
     return arrived

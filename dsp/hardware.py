@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.messages import messages
+from dsp.private import all_to_all
 from dsp.wire import format_for
 
 US, GB = 1e-6, 1e9
@@ -291,12 +292,11 @@ def measure(mesh: DeviceMesh, *, nbytes: int = 1 << 24, rounds: int = 7) -> Link
     """
     if mesh.ndim != 1 or mesh.size() < 2:
         raise ValueError(f"a link joins two ranks or more of a 1-D mesh, got a mesh of shape {tuple(mesh.shape)}")
-    group, n, device = mesh.get_group(), mesh.size(), mesh.device_type
+    n = mesh.size()
 
     def median(size: int) -> float:
-        send = torch.zeros(n, max(size // n, 1), dtype=torch.uint8, device=device)
-        receive = torch.empty_like(send)
-        return _slowest(mesh, lambda: dist.all_to_all_single(receive, send, group=group), rounds)
+        begin = _exchange(mesh, size)
+        return _slowest(mesh, lambda: [work.wait() for work in begin()], rounds)
 
     alpha, large = median(n), median(nbytes)
     sent = nbytes * (n - 1) / n
@@ -406,10 +406,8 @@ def _busy(mesh: DeviceMesh, dtype: torch.dtype, nbytes: int, rounds: int) -> flo
     """By what fraction of an exchange over all ranks products of the same length slow down beside it."""
     if mesh.size() == 1:
         return 0.0
-    send = torch.zeros(mesh.size(), max(nbytes // mesh.size(), 1), dtype=torch.uint8, device=mesh.device_type)
-    receive, group = torch.empty_like(send), mesh.get_group()
-    x = torch.ones(512, 512, dtype=dtype, device=mesh.device_type)
-    travels = _slowest(mesh, lambda: dist.all_to_all_single(receive, send, group=group), rounds)
+    begin, x = _exchange(mesh, nbytes), torch.ones(512, 512, dtype=dtype, device=mesh.device_type)
+    travels = _slowest(mesh, lambda: [work.wait() for work in begin()], rounds)
     times = math.ceil(travels / _slowest(mesh, lambda: x @ x, rounds))
 
     def compute() -> None:
@@ -417,12 +415,22 @@ def _busy(mesh: DeviceMesh, dtype: torch.dtype, nbytes: int, rounds: int) -> flo
             x @ x
 
     def both() -> None:
-        work = dist.all_to_all_single(receive, send, group=group, async_op=True)
+        works = begin()
         compute()
-        work.wait()
+        for work in works:
+            work.wait()
 
     alone, together = (_slowest(mesh, run, rounds, min) for run in (compute, both))
     return min(1.0, max(0.0, together - alone) / travels)
+
+
+def _exchange(mesh: DeviceMesh, nbytes: int) -> Callable[[], list[Any]]:
+    """A function that begins an exchange of so many bytes a rank, as a switch does, and returns its works."""
+    n, group = mesh.size(), mesh.get_group()
+    each = max(nbytes // n, 1)
+    send = torch.zeros(n * each, dtype=torch.uint8, device=mesh.device_type)
+    receive, splits = torch.empty_like(send), [each] * n
+    return lambda: all_to_all(receive, send, splits, splits, group, n * n * each)
 
 
 def _slowest(

@@ -13,7 +13,7 @@ Message = tuple[int, Tensor]  # the other rank, by its number in the group; the 
 
 def messages(sends: Iterable[Message], receives: Iterable[Message], group: Any) -> list[Any]:
     """Begin to send and receive flat tensors; return works to wait for. Both sides know the sizes: empty tensors are
-    not sent."""
-    ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends if t.numel()]
-    ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives if t.numel()]
+    not sent. Receives come first, as in `dsp.private.all_to_all`."""
+    ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives if t.numel()]
+    ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends if t.numel()]
     return dist.batch_isend_irecv(ops) if ops else []

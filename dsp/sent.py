@@ -143,7 +143,7 @@ def in_legs(x: Tensor, *where: Any) -> int:
 
 
 @counts("switch", "all_to_all_single", "start")
-def all_to_all_single(x: Tensor, out_splits: list[int], in_splits: list[int], group: str) -> int:
+def all_to_all_single(x: Tensor, out_splits: list[int], in_splits: list[int], group: str, *total: int) -> int:
     return (sum(in_splits) - in_splits[ranks(group)[1]]) * x.element_size()
 
 

@@ -55,7 +55,8 @@ class Overlapped:
         for p in self.phases:
             compute = (hardware.computing(p.flops, p.touched) + self.more(hardware, p)) / self.pieces
             travel = link.seconds(p.bytes / self.pieces, self.switches)
-            found += compute + (self.pieces - 1) * max(compute + hardware.busy * travel, travel) + travel
+            beside = hardware.busy * link.seconds(p.bytes / self.pieces, 0)  # latency takes nothing from a core
+            found += compute + (self.pieces - 1) * max(compute + beside, travel) + travel
         return found
 
     def hides(self, hardware: Hardware, size: int) -> float:

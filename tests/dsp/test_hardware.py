@@ -34,7 +34,7 @@ def test_links() -> None:
         dsp.Hardware("nvlink9", 80e9, 4e14)
     with pytest.raises(ValueError, match="bandwidth in bytes a second"):
         dsp.Link("wire", 1e-3, 0)
-    with pytest.raises(ValueError, match="memory is in bytes"):
+    with pytest.raises(ValueError, match="must be above 0"):
         dsp.Hardware("nvlink4", 0, 4e14)
     within = sorted(dsp.LINKS, key=lambda name: dsp.LINKS[name].bandwidth)
     assert within[0] == "gloo-loopback"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dsp
-from dsp import moves
+from dsp import moves, private
 from dsp.exchange import order_of
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, gather_local, switch_all, switch_local
@@ -301,6 +301,28 @@ def test_concurrent_all_to_alls(mesh: DeviceMesh) -> None:
             assert found[0] == found[1]
     finally:
         moves.fuses = small
+
+
+@pytest.mark.parametrize("mesh", SIZES)
+def test_large_all_to_alls_over_gloo_are_messages(mesh: DeviceMesh) -> None:
+    """Results, counts and memory orders of gloo's own: uneven, empty, of any dtype, several under way at once."""
+    least, begun, sent = private.LARGE, private.in_messages, []
+
+    def in_messages(*given: object) -> bool:
+        sent.append(begun(*given))
+        return sent[-1]
+
+    private.LARGE, private.in_messages = 0, in_messages
+    try:
+        for halves in (False, True):
+            test_by_hand(mesh, 2, 2, 3, halves)
+        test_all_to_all_of_every_pair_of_dims_and_memory_orders(mesh)
+        test_fused_all_to_alls(mesh, 7, 5)
+        test_concurrent_all_to_alls(mesh)
+    finally:
+        private.LARGE, private.in_messages = least, begun
+    assert all(sent)
+    assert len(sent) > 50
 
 
 def test_fused_all_to_alls_have_a_fake_kernel(mesh: DeviceMesh) -> None:

@@ -470,10 +470,12 @@ def groups(mesh: DeviceMesh) -> None:
     given = [k + 1 for k in everyone.tolist()]  # to rank k so many of each
     mine = torch.full((sum(given),), group.rank())
     own = [group.rank() + 1] * group.size()
-    private.all_to_all(came := torch.empty(sum(own), dtype=torch.int64), mine, own, given, group).wait()
+    came = torch.empty(sum(own), dtype=torch.int64)
+    for work in private.all_to_all(came, mine, own, given, group):
+        work.wait()
     assert torch.equal(came, everyone.repeat_interleave(own[0]))
     later = torch.empty_like(came)
-    private.arrives_by(later, [private.all_to_all(later, mine, own, given, group)])
+    private.arrives_by(later, private.all_to_all(later, mine, own, given, group))
     assert torch.equal(torch.ops._c10d_functional.wait_tensor(later), came)
 
 
