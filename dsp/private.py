@@ -100,7 +100,7 @@ def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
     return gather(everyone, mine)
 
 
-LARGE = 1 << 16  # bytes of a message, from which on the time on the link counts
+LARGE = 1 << 14  # bytes of a message, from which on the time on the link counts
 TAG = 0xD5  # of the messages of an all-to-all, so that none is taken for one of the user's
 
 
