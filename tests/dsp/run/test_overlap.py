@@ -720,7 +720,7 @@ def test_four_pieces_hide_three_quarters_of_what_computing_outlasts() -> None:
 
 def test_cores_that_are_shared_and_operations_by_pieces_leave_less_to_hide() -> None:
     """A transfer that keeps the rank busy hides nothing; pieces that cost more than they hide are not made."""
-    link, sizes = Link("a link", 1e-6, 2e7), (1, 16, 16)
+    link, sizes = Link("a link", 0.0, 2e7), (1, 16, 16)
     free, half, full = (Hardware(link, 1e12, 1e7, node=64, busy=busy) for busy in (0.0, 0.5, 1.0))
     hidden = [planned("behind", 2, sizes, 4, hardware=on).estimate.hidden for on in (free, half, full)]
     assert hidden == pytest.approx([hidden[0], hidden[0] / 2, 0])  # computing lasts longer than any transfer
