@@ -93,12 +93,12 @@ def test_one_name_will_do_for_what_stays_together() -> None:
     [
         (
             Folded, (torch.randn(8, 4, toys.C), 4, 2), FOLDED,
-            r"the model: cannot tell the dims of \(b t\) \(size 8\) apart.*\"num_frames=t\", or as a number, \"t=4\".*"
+            r"the model: cannot tell the dims of \(b t\) \(size 8\) apart.*\"num_frames=t\", or by a number, \"t=4\".*"
             r"Int arguments of the model's forward that could state a size: num_frames=4, depth=2",
         ),
         (
             Windows, (torch.randn(1, 6, 4, toys.C),), {"": "x=b h w c", "within": "(b p q) [s c]"},
-            r"stage 'within': cannot tell the dims of \(b p q\).*state there the sizes.*\"q=4\".*also have one name",
+            r"stage 'within': cannot tell the dims of \(b p q\).*stated there, too.*\"q=4\".*give the axis one name",
         ),
         (
             Folded, (torch.randn(8, 4, toys.C), 4), {**FOLDED, "": "x=(b t) s c, frames=t"},

@@ -125,7 +125,7 @@ def test_a_folder(run, tmp_path, capsys):
         (["data.extra_rows=2"], "the model has no extra alignment: set data.extra_rows=0"),
         (["data.residues=4000"], "data: no embedded structure has 4000 residues"),
         (["data.residues=4"], "data.residues=4: must be at least 8"),
-        (["data.couplings=true"], "tells 1 couplings of each pair and the model is told 0: set model.overrides.coupl"),
+        (["data.couplings=true"], "has 1 couplings of each pair and the model takes 0: set model.overrides.coupl"),
         (["objective.recycles=-1"], "objective.recycles=-1: must be at least 0"),
     ],
 )
