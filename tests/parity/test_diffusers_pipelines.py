@@ -183,7 +183,7 @@ def by_halves(_: DeviceMesh, sizes: tuple[int, int]) -> None:
         other = dsp.parallelize(made("wan"), mesh)
         with pytest.raises(ValueError, match="called with a batch of 1, which 2 groups cannot share"):
             sampled(other, "wan")
-    with pytest.raises(ValueError, match="has two axes: name them"):
+    with pytest.raises(ValueError, match="this mesh has two axes"):
         dsp.parallelize(made("wan"), init_device_mesh("cpu", sizes))
     with pytest.raises(ValueError, match="mesh must be 1-D"):
         dsp.parallelize(wan_transformer(), mesh)
