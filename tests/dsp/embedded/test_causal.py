@@ -147,7 +147,7 @@ def test_bytes_are_those_that_the_kernel_counts(mesh: DeviceMesh) -> None:
         ring_attention(*parts, 509, group, causal=True).sum().backward()
 
     kernel, counted = measured(mesh, step)
-    assert kernel == pytest.approx(counted, rel=0.08)  # headers, and what TCP acknowledges on a busy machine
+    assert kernel == pytest.approx(counted, rel=0.03)
 
 
 def flops(model: nn.Module, x: Tensor, n: int, method: str) -> dsp.Plan:
