@@ -65,7 +65,7 @@ def command(*words: str) -> None:
 class Hosts:
     """`count` namespaces on one switch; a context manager, which takes them away whatever happens.
 
-    Packets are large (MTU): in Ethernet's the kernel takes as much of the cores as the ranks compute with.
+    Packets are large (MTU): with Ethernet's the kernel takes too much of the cores on which the ranks compute.
 
     keeps: milliseconds of packets that a link holds when it cannot send them yet; it drops the others.
     """

@@ -147,8 +147,7 @@ def exchanged(
 
 
 def begun(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, total: int) -> Tensor:
-    """Begin the exchange of a flat tensor; the received one must be waited for. total: the elements of
-    all ranks."""
+    """Begin the exchange of a flat tensor; the received one must be waited for. total: the elements of all ranks."""
     flat, width = as_sent(send)
     out, pg = flat.new_empty(width * sum(out_splits)), _resolve_process_group(name_of(group))  # type: ignore[arg-type]
     comes, goes = ([width * s for s in own] for own in (out_splits, in_splits))

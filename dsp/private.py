@@ -109,8 +109,8 @@ def all_to_all(
 ) -> list[Any]:
     """Begin an all-to-all in the same way; return the works to wait for. total: the elements of all ranks, if known.
 
-    Over gloo a large one consists of messages, receives before sends. In gloo's own a rank announces that it can
-    receive behind what it sends: if ranks arrive at different times, the two directions of a link take turns.
+    Over gloo a large one consists of messages, receives before sends. In gloo's own all-to-all the word that a rank can
+    receive queues behind the data that it sends: if ranks arrive apart, the two directions of a link take turns.
     """
     if total >= LARGE and flat.is_cpu and in_messages(total * flat.element_size(), group):
         n, rank, goes, comes = group.size(), group.rank(), flat.split(in_splits), out.split(out_splits)
