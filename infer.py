@@ -28,13 +28,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.show.options import checked
-from zoo.training.tracking import number_of
+from zoo.training.tracking import names_of, number_of
 from zoo.training.use import arguments as describe
 from zoo.training.use import load_model, locate, progress, say_written, wire_option
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of every rank: all read the same command line, and rank 0 alone prints."""
+    """The parser of every rank: all read the same command line, and rank 0 alone prints. No option is abbreviated."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         error = UserError(f"{message}; {self.prog} --help explains every option")
@@ -79,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         shape = argparse.ArgumentDefaultsHelpFormatter
         parser = Parser(prog="infer.py RUN", formatter_class=shape)
         task = cfg.create_task(config)
-        infer = cfg.create_infer(task)
+        infer = cfg.create_infer(task, names_of(run))
         describe(parser, infer, run / "inference")
         wire_option(parser)
         trained = [getattr(config.data, name, 1) for name in ("frames", "height", "width")]

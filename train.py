@@ -180,7 +180,8 @@ def resume(run: Run) -> None:
     )
     ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # fail now rather than hours later
     if dist.get_rank() == 0:
-        run.tracker = Tracker(run.directory, config, step=run.start, before=before, plan=run.plans[0])
+        names = run.task.names()
+        run.tracker = Tracker(run.directory, config, step=run.start, before=before, plan=run.plans[0], names=names)
         if run.start:
             run.tracker.log(run.start, resumed=dist.get_world_size(), changes=changed)
 

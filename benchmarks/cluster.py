@@ -13,9 +13,10 @@ one by one. Ranks share this machine's cores: the seconds of computing are those
     sweep     training and inference at every rate, on the most ranks
     scaling   at one rate on 1, 2, 4 ranks: weak (a sample more a rank, table 7) and strong (table 6), figures 6 to 8
     share     of a step: what its bytes take at the rate of the link; and what it takes longer than without a limit
-    overlap   DSP's step alone on two hosts, its switches in one piece, in 2 and in 4, whose bytes are the same; the
-              rate of the link is such that bytes take a share of a step, by the seconds of one without a limit. Hidden
-              is what a step takes less than that in one piece, over what that takes longer than without a limit
+    overlap   DSP's step alone on two hosts, its switches in one piece, in 2 and in 4, whose bytes are the same; then
+              its switches in bf16, in fp8, and either in 4 pieces. The rate of the link is such that the bytes of the
+              first take a share of a step, by the seconds of one without a limit. Left is what a step takes longer
+              than the first without a limit, over what the first takes longer with it; what is not left is hidden
 """
 
 import itertools
@@ -41,7 +42,15 @@ from benchmarks.methods import METHODS, RECOMPUTE, Shape, Step
 
 MODES = ("train", "infer")
 PARTS = ("forward", "backward", "average")
-PIECES: dict[str, int | None] = {"one piece": None, "2 pieces": 2, "4 pieces": 4}
+SENT: tuple[dict[str, dict[str, Any]], ...] = (  # ways to send, compared with the first of each kind
+    {"one piece": {}, "2 pieces": {"overlap": 2}, "4 pieces": {"overlap": 4}},
+    {
+        "bf16": {"wire": "bf16"},
+        "bf16, 4 pieces": {"wire": "bf16", "overlap": 4},
+        "fp8": {"wire": "fp8"},
+        "fp8, 4 pieces": {"wire": "fp8", "overlap": 4},
+    },
+)
 STEPS: dict[str, Any] = {}  # of this rank, by the name that it was built under
 
 
@@ -194,34 +203,34 @@ def scaling(hosts: Hosts, o: Namespace, shape: Shape) -> list[dict[str, Any]]:
 
 
 def overlap(hosts: Hosts, o: Namespace) -> dict[str, Any]:
-    """The step in pieces, for each share of it that bytes take: {"shape": ..., "sent": ..., "shares": {...}}."""
-    shape = Shape(hidden=128, heads=4, depth=3, frames=8, side=16)
-    found: dict[str, Any] = {"shape": asdict(shape), "shares": {}}
+    """The step by each way to send, for each share of it that bytes take: {"shape": ..., "sent": ..., "shares": {...}}.
+
+    The rounds of a way, their spread, and what is left of the first way's waiting, are under its name.
+    """
+    shape = Shape(hidden=256, heads=4, depth=2, frames=16, side=16)
+    found: dict[str, Any] = {"shape": asdict(shape), "sent": {}, "shares": {str(share): {} for share in o.shares}}
     with Ranks(__file__, 2, hosts) as ranks:
 
         def ask(name: str) -> list[Any]:
             hosts.rate(None if name == "free" else rate)
-            return ranks.ask("timed", name="one piece" if name == "free" else name, mode="own")
+            return ranks.ask("timed", name=first if name == "free" else name, mode="own")
 
-        each = {
-            name: ranks.ask("build", name=name, method="dsp", shape=vars(shape), overlap=pieces)[0]
-            for name, pieces in PIECES.items()
-        }
-        sent = each["one piece"]["train"] - each["one piece"]["average"]
-        found["sent"] = {name: one["train"] - one["average"] for name, one in each.items()}
-        for share in o.shares:
-            free = take_turns(["free"], o.rounds, ask)["free"]
-            rate = sent * 8e-6 / (statistics.median(map(sum, free)) * share / (1 - share))
-            times = {name: [*map(sum, own)] for name, own in take_turns([*PIECES, "free"], o.rounds, ask).items()}
-            waited = statistics.median(a - b for a, b in zip(times["one piece"], times["free"]))
-            one = found["shares"][str(share)] = {"rate": rate, "rounds": times}
-            for name in PIECES:
-                saved = statistics.median(a - b for a, b in zip(times["one piece"], times[name]))
-                ratio = spread([a / b for a, b in zip(times[name], times["one piece"])])
-                one[name] = {"seconds": spread(times[name]), "ratio": ratio, "hidden": saved / max(waited, 1e-9)}
-                show(
-                    f"{share:.0%} at {rate:.0f} Mbit/s, {name}: hides {one[name]['hidden']:.0%}", one[name], "one piece"
-                )
+        for ways in SENT:
+            for name, how in ways.items():
+                each = ranks.ask("build", name=name, method="dsp", shape=vars(shape), **how)[0]
+                found["sent"][name] = each["train"] - each["average"]
+            first = next(iter(ways))
+            for share in o.shares:
+                free = take_turns(["free"], o.rounds, ask)["free"]
+                rate = found["sent"][first] * 8e-6 / (statistics.median(map(sum, free)) * share / (1 - share))
+                times = {name: [*map(sum, own)] for name, own in take_turns([*ways, "free"], o.rounds, ask).items()}
+                waited = statistics.median(a - b for a, b in zip(times[first], times["free"]))
+                one = found["shares"][str(share)][first] = {"rate": rate, "free": times["free"]}
+                for name in ways:
+                    left = statistics.median(a - b for a, b in zip(times[name], times["free"])) / max(waited, 1e-9)
+                    ratio = spread([a / b for a, b in zip(times[name], times[first])])
+                    one[name] = {"rounds": times[name], "seconds": spread(times[name]), "ratio": ratio, "left": left}
+                    show(f"{share:.0%} at {rate:.0f} Mbit/s, {name}: {left:.0%} left", one[name], first)
     return found
 
 

@@ -47,7 +47,8 @@ def test_what_cannot_be_done_is_said(run, tmp_path, capsys):
     )
     assert "--first-frame: this model was trained without clean frames" in error(run, "--first-frame", "a.png")
     assert "--frames 0: must be at least 1" in error(run, "--frames", 0)
-    assert "holds no config.yaml" in error(tmp_path / "nothing")
+    assert "no such folder: " in error(tmp_path / "nothing")
+    assert "holds no config.yaml" in error(tmp_path)
     assert "is not a checkpoint; beside it there are: step-00000002, step-00000004" in error(
         run / "checkpoints/step-00000003"
     )

@@ -1,6 +1,7 @@
 """infer.py on proteins: files of structures and alignments in, tables, arrays and pictures out."""
 
 import csv
+import json
 import shutil
 
 import numpy as np
@@ -15,6 +16,7 @@ from zoo.data.protein.record import LETTERS
 from zoo.data.protein.structure import read_structure
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.protein.coevolution import coupling_feature, direct_couplings
+from zoo.training.records import write
 
 TINY = """
 model: {name: evoformer, size: test, overrides: {bins: 64, depth: 1}}
@@ -59,7 +61,7 @@ def test_a_complex_is_the_same_on_any_number_of_ranks(run, tmp_path, whole_world
     pair = [alignment(tmp_path / f"{name}.a3m", row, row[::-1]) for name, row in zip("AB", CHAINS)]
     options = [run, *pair, "--complex", "--recycles", 1, "--least", 0]
     assert infer(*options, "--out", tmp_path / "one") == 0
-    assert "A-B: 26 residues in 2 chains, 3 of 3 rows; its structure is not known" in capsys.readouterr().out
+    assert "A-B: 26 residues in 2 chains, 3 of 3 rows, 0 paired; its structure is not known" in capsys.readouterr().out
     one = arrays(tmp_path / "one/A-B.npz")
     assert one["contact"].shape == one["distance"].shape == (26, 26)
     assert (one["contact"] > 0).all()
@@ -89,11 +91,28 @@ def test_a_complex_is_the_same_on_any_number_of_ranks(run, tmp_path, whole_world
         assert row["range"] == ("inter" if i < 14 <= j else "medium" if j - i >= 12 else "short")
 
 
-def test_recycles_change_what_is_predicted(run, tmp_path, files):
+def test_recycles_change_what_is_predicted(run, tmp_path, files, capsys):
     assert infer(run, files / "alone.a3m", "--out", tmp_path / "0") == 0
     assert infer(run, files / "alone.a3m", "--out", tmp_path / "2", "--recycles", 2) == 0
     zero, two = (arrays(tmp_path / n / "alone.npz")["contact"] for n in "02")
     assert np.abs(zero - two).max() > 1e-6
+    out = capsys.readouterr().out
+    assert out.count("the model was trained with at most 0, and may do worse with more") == 1
+
+
+def test_a_prediction_says_whether_the_run_was_trained_on_it(run, tmp_path, files, capsys):
+    write(run / "names.json", json.dumps({"train": ["1A8O"], "validation": ["alone"]}))
+    try:
+        assert infer(run, files, "--out", tmp_path / "out") == 0
+        out = capsys.readouterr().out
+        assert "1A8O (trained on): 70 residues" in out
+        assert "alone (held out): 14 residues" in out
+        assert "mean of 1 trained on: short P@L " in out
+        write(run / "names.json", "[1]")
+        assert infer(run, files, "--out", tmp_path / "out") == 2
+        assert "names.json: expected the lists train and validation" in capsys.readouterr().err
+    finally:
+        (run / "names.json").unlink()
 
 
 def test_all_rows_are_taken_and_several_numbers_compared(run, tmp_path, capsys):
@@ -137,7 +156,7 @@ def test_a_folder_is_predicted_and_what_cannot_be_read_is_counted(run, tmp_path,
     assert infer(run, files, "--out", tmp_path / "out") == 0
     out = capsys.readouterr().out
     assert "bad.cif" in next(line for line in out.splitlines() if line.startswith("skipped"))
-    assert "2 of 3 proteins predicted, 1 skipped; mean" in out
+    assert "2 of 3 proteins predicted, 1 skipped\nmean of 1: short P@L " in out  # the other's truth is not known
     assert "1A8O: 70 residues, 1 of 1 rows; short P@L " in out
     names = {f"{name}.{suffix}" for name in ("1A8O", "alone") for suffix in ("csv", "npz", "png")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
@@ -181,6 +200,8 @@ def test_what_cannot_be_done_is_said(run, tmp_path, files, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no structures or alignments in" in error(empty)
+    twice = files / "alone.a3m", alignment(tmp_path / "alone.a3m", CHAINS[0])
+    assert f"two proteins are called alone, {twice[0]} and {twice[1]}: " in error(*twice)
     bad = [shutil.copy(files / "bad.cif", tmp_path / name) for name in ("x.cif", "y.cif")]
     assert "none of 2 proteins can be read; the first: " in error(*bad)
 
@@ -213,8 +234,9 @@ def test_direct_couplings_need_no_checkpoint(tmp_path, capsys):
         ((CHAINS[0], "-" * 13 + "F"), [], "one: no row but the first has less than 50% gaps: raise --gaps"),
         ((CHAINS[0],) * 2, ["--identity", 2], "--identity 2.0: must be above 0 and at most 1"),
         ((CHAINS[0],) * 2, ["--nonsense"], "unrecognized arguments: --nonsense; infer.py --dca --help explains"),
+        ((CHAINS[0],) * 2, ["--ident", "0.7"], "unrecognized arguments: --ident 0.7; infer.py --dca --help"),
     ],
-    ids=["alone", "gaps", "share", "unknown"],
+    ids=["alone", "gaps", "share", "unknown", "abbreviated"],
 )
 def test_direct_couplings_that_cannot_be(tmp_path, capsys, rows, options, said):
     assert infer("--dca", alignment(tmp_path / "one.a3m", *rows), *options, "--out", tmp_path) == 2

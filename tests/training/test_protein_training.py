@@ -1,6 +1,7 @@
 """The protein task in the trainer: its data sets, its errors, its records."""
 
 import itertools
+import json
 import shutil
 from dataclasses import replace
 
@@ -113,6 +114,9 @@ def test_a_folder(run, tmp_path, capsys):
     run(data=f"{{name: protein_folder, path: {tmp_path / 'data'}, residues: 20, rows: 3, validation: 0.3}}")
     captured = capsys.readouterr()
     assert "broken.cif: it has no _atom_site table" in captured.out + captured.err
+    names = json.loads((tmp_path / "runs/tiny/names.json").read_text())
+    assert sorted(names["train"] + names["validation"]) == ["1A8O", "1LCD", "2BEG"]
+    assert f"1 held out: {names['validation'][0]}\n" in captured.out
     run("name=absent", data="{name: protein_folder, path: /nowhere}", expect=2)
     assert "data: no such folder: /nowhere" in capsys.readouterr().err
 

@@ -22,6 +22,7 @@ HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120
 PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
 LIKELY = (52, 96, 178)  # the L most likely pairs where no truth is known
 SHADE = np.array([150, 178, 224])  # colour of probability 1 outside the L most likely pairs
+FAINT = 0.35  # opacity of the L most likely pairs at probability 0
 SIDE = 840  # approximate pixels of a map, twice the displayed size: small letters would be spaced badly
 COLUMNS = ("i", "j", "chain_i", "chain_j", "residue_i", "residue_j", "number_i", "number_j", "range")
 
@@ -59,17 +60,17 @@ class ContactMap:
         image = np.full((r, r, 3), PAPER, np.float64)
         strength = self.probability.clamp(0, 1)[..., None].double().numpy() ** 0.7
         upper = torch.ones(r, r).triu(1).bool()
-        shaded = (upper & there).numpy()
-        image[shaded] = (PAPER + (SHADE - PAPER) * strength)[shaded]
-        for where, colour in (
-            (contact.tril(-1), NEAR),
-            ((contact & counted.T), OVERLOOKED),
-            ((contact & counted.T & top.T), FOUND),
-            (top & contact, HIT),
-            (top & ~contact, MISS if known else LIKELY),
-            (~there, UNSEEN),
-        ):
-            image[where.numpy()] = colour
+
+        def paint(where: Tensor, colour: Any, opacity: Any = 1.0) -> None:
+            image[where.numpy()] = np.broadcast_to(PAPER + (np.array(colour) - PAPER) * opacity, image.shape)[where]
+
+        paint(upper & there, SHADE, strength)
+        paint(contact.tril(-1), NEAR)
+        paint(contact & counted.T, OVERLOOKED)
+        paint(contact & counted.T & top.T, FOUND)
+        paint(top & contact, HIT, FAINT + (1 - FAINT) * strength)
+        paint(top & ~contact, MISS if known else LIKELY, FAINT + (1 - FAINT) * strength)
+        paint(~there, UNSEEN)
         return image.astype(np.uint8)
 
     def draw(self) -> Any:
@@ -78,7 +79,7 @@ class ContactMap:
         r = len(self.seen)
         scale = max(1, round(SIDE / r))
         side, left, top, right = r * scale, 68, 52, 20
-        image = Image.new("RGB", (left + side + right, top + side + 84), PAPER)
+        image = Image.new("RGB", (left + side + right, top + side + 84 + 34 * self.known), PAPER)
         map_ = Image.fromarray(self.pixels()).resize((side, side), Image.Resampling.NEAREST)
         image.paste(map_, (left, top))
         pen, font = ImageDraw.Draw(image), ImageFont.load_default(size=23)
@@ -93,15 +94,19 @@ class ContactMap:
             pen.line((left - 8, y, left - 1, y), fill=INK, width=2)
             pen.text((left - 14, y), str(i), fill=INK, font=font, anchor="rm")
         pen.text((left, top - 14), self.title, fill=INK, font=ImageFont.load_default(size=25), anchor="ls")
-        x, y = left, top + side + 24
-        keys = [(HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked")] if self.known else [(LIKELY, "predicted")]
+        x, y, near = left, top + side + 24, RANGES["short"][0]
+        keys = (
+            [(HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked"), (NEAR, f"nearer than {near}")]
+            if self.known
+            else [(LIKELY, "predicted")]
+        )
         for colour, words in (*keys, (tuple(SHADE), "likely")):
             pen.rectangle((x, y - 8, x + 16, y + 8), fill=colour)
             pen.text((x + 26, y), words, fill=INK, font=font, anchor="lm")
             x += 26 + round(font.getlength(words)) + 32
-        near = RANGES["short"][0]
-        note = f"above: the L most likely pairs, {near} or more apart" + "; below: true contacts" * self.known
-        pen.text((left, y + 34), note, fill=INK, font=font, anchor="lm")
+        notes = [f"above: the L most likely pairs, {near} or more apart, the paler the less likely"]
+        for i, note in enumerate(notes + ["below: true contacts"] * self.known, 1):
+            pen.text((left, y + 34 * i), note, fill=INK, font=font, anchor="lm")
         return image
 
 

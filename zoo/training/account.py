@@ -12,6 +12,8 @@ from zoo.training.report import write
 from zoo.training.task import Floor, Task
 from zoo.training.tracking import amount, duration, higher, label, number_of, size
 
+NAMED = 8  # samples that are held out, by name; names.json has all
+
 
 def opening(
     config: Any, task: Task, model: Any, plan: dsp.Plan, shape: Sequence[int], device: torch.device, directory: Path
@@ -28,6 +30,9 @@ def opening(
     words = task.describe()
     each = f", each {words}" if words else f", from a data set of {len(task.train)}" if hasattr(task, "train") else ""
     yield f"data    {config.data.name}: {times} samples a step and group{each}"
+    if held_out := task.names().get("validation"):
+        more = ", ..." * (len(held_out) > NAMED)
+        yield f"        {len(held_out)} held out: {', '.join(held_out[:NAMED])}{more}"
     mesh = f"dp_replicate={replicate} x dp_shard={shard} x sp={sp}"
     yield f"mesh    {mesh}: {number_of(replicate * shard * sp, 'rank')}, {kind}, {config.train.precision}"
     calls = sum(plan.calls.values())

@@ -111,10 +111,12 @@ def create_show(task: Task) -> Show:
     return _made(Parts(name, task.config.task).shown.Show, f"what is shown of data.name={name}", task)
 
 
-def create_infer(task: Task) -> Infer:
-    """The part of infer.py that uses a task's model."""
+def create_infer(task: Task, names: Mapping[str, Sequence[str]] | None = None) -> Infer:
+    """The part of infer.py that uses a task's model; `names`: of the samples that the run had, by set."""
     name, show = task.config.data.name, create_show(task)
-    return _made(Parts(name, task.config.task).shown.Infer, f"what infer.py makes of data.name={name}", show)
+    made = _made(Parts(name, task.config.task).shown.Infer, f"what infer.py makes of data.name={name}", show)
+    made.names = names or {}
+    return made
 
 
 def _made(kind: Any, what: str, *args: Any) -> Any:

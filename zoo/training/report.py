@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from zoo.training import UserError, command
 from zoo.training.charts import Chart, Curve, draw
 from zoo.training.config import leaves, load
 from zoo.training.records import read_metrics
-from zoo.training.tracking import duration, higher
+from zoo.training.tracking import duration, higher, label
 
 CHARTS = (  # key of the records, title, factor
     ("loss", "training loss", 1), ("val_loss", "validation loss", 1), ("grad_norm", "gradient norm", 1),
@@ -80,7 +81,7 @@ class Run:
         path = self.directory / "console.log"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         starts = [i for i, line in enumerate(lines) if line.startswith("model   ")]
-        return lines[starts[-1] : starts[-1] + 6] if starts else []
+        return [*takewhile(lambda line: not line.startswith("run     "), lines[starts[-1] :])] if starts else []
 
     @property
     def resumes(self) -> list[dict[str, Any]]:
@@ -138,7 +139,7 @@ def _results(runs: Sequence[Run]) -> Iterator[str]:
         cells = "".join(f'<td class="n">{run.last[key]:.4g}</td>' if key in run.last else "<td></td>" for run in runs)
         beside = "; ".join(f"{k.partition('_floor')[0]} {v:.4g}" for k, v in own.items())
         better = f"{'higher' if higher(key) else 'lower'} is better"
-        yield f'<tr><td>{escape(key[4:])}</td><td class="soft">{better}</td>{cells}<td>{escape(beside)}</td></tr>'
+        yield f'<tr><td>{escape(label(key))}</td><td class="soft">{better}</td>{cells}<td>{escape(beside)}</td></tr>'
     yield "</table>"
 
 
@@ -152,7 +153,7 @@ def _charts(runs: Sequence[Run]) -> Iterator[str]:
     yield '<h2>Curves</h2><div class="charts">'
     more = sorted({k for run in runs for k in run.last if k.startswith(("val_", "loss_"))} - SHOWN)
     marks = sorted({record["step"] for run in runs for record in run.resumes})
-    for key, title, factor in (*CHARTS, *((key, key.replace("_", " "), 1) for key in more)):
+    for key, title, factor in (*CHARTS, *((key, "held-out " * key.startswith("val_") + label(key), 1) for key in more)):
         curves = [Curve(run.name, run.points(key, factor), i) for i, run in enumerate(runs)]
         floors = {k: v for run in runs for k, v in run.floors.items() if _judges(k, key) and key.startswith("val_")}
         levels = [(k.replace("_", " "), v) for k, v in floors.items()]

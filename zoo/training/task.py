@@ -203,6 +203,10 @@ class Task(ABC):
         """One sample in words and numbers: '8 frames of 12 x 12'. By default nothing, ''."""
         return ""
 
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """The names of the samples in "train" and in "validation", if they have names. By default none, {}."""
+        return {}
+
 
 class Show:
     """Pictures of a task's model during a run. By default there are none."""
@@ -241,6 +245,7 @@ class Infer:
 
     account: str = ""  # the time that `run` took, in words, once it is done
     made: Any = None  # the last results of `run`, on rank 0
+    names: Mapping[str, Sequence[str]] = {}  # of the samples that the run had, by set
 
     def __init__(self, show: Any):
         self.show, self.task, self.config = show, show.task, show.config

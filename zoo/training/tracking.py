@@ -3,6 +3,7 @@
     runs/<name>/config.yaml      the whole configuration, resolved
                 metrics.jsonl    one JSON object a line, each with its step and time: the source of truth
                 plan.svg         the plan as a picture
+                names.json       the samples that the run trains on, and those held out, if they have names
                 report.html      all of this as a page, written at the run's end: see report.py
                 console.log      what the run printed, with all its resumes
                 samples/         step-00000100.gif, or .png ...
@@ -12,6 +13,7 @@
 A resumed run cuts metrics.jsonl back to the step of its checkpoint, so the file always holds one continuous curve.
 """
 
+import json
 import math
 import re
 import time
@@ -20,10 +22,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from zoo.training import UserError
+from zoo.data.limits import read_json
+from zoo.training import UserError, one_line
 from zoo.training.config import Config, leaves, load, to_dict, to_yaml
 from zoo.training.owner import Owner
 from zoo.training.records import append, cut_metrics, flush, read_metrics, write
+
+NAMES = "names.json"
+
+
+def names_of(directory: Path) -> dict[str, list[str]]:
+    """The names of the samples that the run in `directory` had, by set; {} if they had none."""
+    path = directory / NAMES
+    if not path.exists():
+        return {}
+    try:
+        found = read_json(path, 1 << 30, each=2)
+        return {which: [*map(str, found[which])] for which in ("train", "validation")}
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{path}: expected the lists train and validation, got {one_line(error)}") from error
 
 
 def open_run(config: Config, owner: Owner) -> Path:
@@ -58,8 +75,12 @@ def changes(directory: Path, config: Config) -> list[str]:
 class Tracker:
     """Writes the records of a run, on rank 0."""
 
-    def __init__(self, directory: Path, config: Config, *, step: int, before: Mapping[str, Any], plan: Any):
-        """`before`: what `flush` returned for the checkpoint from which the run is resumed, else {}."""
+    def __init__(
+        self, directory: Path, config: Config, *, step: int, before: Mapping[str, Any], plan: Any,
+        names: Mapping[str, Sequence[str]],
+    ):  # fmt: skip
+        """`before`: what `flush` returned for the checkpoint from which the run is resumed, else {}; `names`: those of
+        the task."""
         self.path = directory / "metrics.jsonl"
         self.records = cut_metrics(self.path, step, known=before.get("records", {}).get("count"))
         self.sinks: list[Sink] = []
@@ -75,6 +96,8 @@ class Tracker:
             self.sinks.append(TensorBoard(directory, config, step))
         write(directory / "config.yaml", to_yaml(config))  # not before: a start may be refused
         write(directory / "plan.svg", plan.svg())
+        if names:
+            write(directory / NAMES, json.dumps(names, indent=1))
 
     @property
     def elapsed(self) -> float:

@@ -26,7 +26,7 @@ from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.model import initialize
 from zoo.training.task import Infer, Task
-from zoo.training.tracking import duration
+from zoo.training.tracking import duration, names_of
 
 
 def locate(path: Path) -> tuple[Path, Path, int | None]:
@@ -38,6 +38,8 @@ def locate(path: Path) -> tuple[Path, Path, int | None]:
             raise UserError(f"{path} is not a checkpoint; beside it there are: {', '.join(p.name for p in known)}")
         step, path = known[path], path.parent
     run = path.parent if path.name == "checkpoints" else path
+    if not run.exists():
+        raise UserError(f"no such folder: {run}")
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} holds no config.yaml: expected the directory of a run, or one of its checkpoints")
     return run, run / "checkpoints", step
@@ -125,7 +127,7 @@ class Run:
         self.directory, checkpoints, step = locate(Path(path))
         self.config = cfg.load([str(self.directory / "config.yaml")])
         self.task = cfg.create_task(self.config)
-        self.infer = cfg.create_infer(self.task)
+        self.infer = cfg.create_infer(self.task, names_of(self.directory))
         stack = ExitStack()
         self.close = weakref.finalize(self, stack.close)
         self.device = stack.enter_context(ranks.process_group())

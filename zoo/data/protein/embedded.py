@@ -30,11 +30,13 @@ class EmbeddedProteins:
             raise ValueError(f"EmbeddedProteins: split must be 'train' or 'validation', got {split!r}")
         names, chains = _arrays()["name"].tolist(), _arrays()["chains"].tolist()
         self.places: list[int] = []
+        self.names: list[str] = []
         for several in (False, True):  # the share holds for single chains and for complexes
             places = [i for i in range(len(names)) if (len(chains[i]) > 1) == several]
             ranked = sorted(places, key=lambda i: hash_seed(names[i]))
             held_out = round(_HELD_OUT * len(ranked))
             self.places += sorted(ranked[held_out:] if split == "train" else ranked[:held_out])
+        self.names += [names[place] for place in self.places]
 
     def __len__(self) -> int:
         return len(self.places)

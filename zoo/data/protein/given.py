@@ -88,9 +88,11 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
         owners = {one.name, *map(stem, one.alignments)}
         found = [p for place in (*(folders[f] for f in parents), named) for name in owners for p in place.get(name, [])]
         one.templates = sorted({p.resolve(): p for p in found}.values(), key=lambda p: (p.name, p))
-    names = [one.name for one in given]
-    if again := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two of the proteins are called {again}: predict one of them with another --out")
+    first: dict[str, Given] = {}
+    for one in given:
+        if one is not first.setdefault(one.name, one):
+            both = " and ".join(str(each.structure or each.alignments[0]) for each in (first[one.name], one))
+            raise ValueError(f"two proteins are called {one.name}, {both}: predict one of them with another --out")
     return given
 
 

@@ -36,6 +36,7 @@ from zoo.training.tracking import ascii_key
 
 ROWS = 512  # of an alignment, by default: as many as AlphaFold 2 attends to
 DRAWN_LEAN = 0.5  # for models trained on drawn alignments: couplings of real ones stand out more
+ORIGINS = {"train": "trained on", "validation": "held out", "": ""}  # by the set of the run that has the protein
 FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
 
 
@@ -228,8 +229,12 @@ class Infer(task.Infer):
         for name, number, least in given_numbers:
             if number < least:
                 raise ValueError(f"--{name.replace('_', '-')} {number}: must be at least {least}")
+        if options.recycles > (most := self.config.objective.recycles):
+            say(f"--recycles {options.recycles}: the model was trained with at most {most}, and may do worse with more")
         given = on_first_rank(lambda: user_error(find, options.files, chains=options.complex))
-        written, measured, skipped = [], [], []
+        known = {name: which for which in ("validation", "train") for name in self.names.get(which, ())}
+        written, skipped = [], []
+        measured: dict[str, list[dict[str, float]]] = {}
         self.made = []
         for i, one in enumerate(given):
             try:
@@ -247,16 +252,17 @@ class Infer(task.Infer):
                 name = f"{protein.name}-{rows}" if len(numbers) > 1 else protein.name
                 files, found = on_first_rank(partial(write, options.out / name, predicted, options.least))
                 written += files
-                chains = f" in {len(protein.chains)} chains" if len(protein.chains) > 1 else ""
-                of = f"{rows} of {len(protein.msa)} rows"
-                say(f"{protein.name}: {len(protein)} residues{chains}, {of}; {words(found)}")
-            measured.append(found)
+                origin = ORIGINS[known.get(protein.name, "")]
+                say(f"{protein.name}{origin and f' ({origin})'}: {described(protein, rows)}; {words(found)}")
+            measured.setdefault(origin, []).append(found)
             on_step(i + 1, len(given))
         if not written:
             raise UserError(f"none of {len(given)} proteins can be read; the first: {skipped[0]}")
         if len(given) > 1:
-            mean = f"; mean {words(found)}" if (found := average(measured)) else ""
-            say(f"{len(measured)} of {len(given)} proteins predicted, {len(skipped)} skipped{mean}")
+            say(f"{sum(map(len, measured.values()))} of {len(given)} proteins predicted, {len(skipped)} skipped")
+            for origin, each in measured.items():
+                if mean := average(each):
+                    say(f"mean of {len(each)}{origin and f' {origin}'}: {words(mean)}")
         return written
 
     def predict(
@@ -273,6 +279,15 @@ class Infer(task.Infer):
             lean = options.couplings * torch.from_numpy(protein.couplings)
             predicted.contact = (predicted.contact.double().logit(1e-9) + lean).sigmoid().float()
         return predicted
+
+
+def described(protein: Protein, rows: int) -> str:
+    """The size of a protein, of which `rows` rows are read, in words."""
+    of = f"{rows} of {len(protein.msa)} rows"
+    if len(protein.chains) > 1:
+        paired = f", {int(protein.paired[1:].sum())} paired" if len(set(protein.entity_id.tolist())) > 1 else ""
+        return f"{len(protein)} residues in {len(protein.chains)} chains, {of}{paired}"
+    return f"{len(protein)} residues, {of}"
 
 
 def words(measured: Mapping[str, float]) -> str:

@@ -153,6 +153,10 @@ class Task(task.Task):
         needed = max(self.config.eval.proteins, self.config.sample.proteins)
         self.train, self.validation = on_first_rank(lambda: user_error(_datasets, data, seed, needed, prefix="data: "))
 
+    def names(self) -> dict[str, list[str]]:
+        sets = {"train": self.train, "validation": self.validation}
+        return {which: of.names for which, of in sets.items() if isinstance(of, ProteinFolder | EmbeddedProteins)}
+
     # ------------------------------------------------------------------------------------------------ model, objective
 
     def model(self) -> nn.Module:
