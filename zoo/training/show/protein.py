@@ -261,8 +261,8 @@ class Infer(task.Infer):
         if len(given) > 1:
             say(f"{sum(map(len, measured.values()))} of {len(given)} proteins predicted, {len(skipped)} skipped")
             for origin, each in measured.items():
-                if mean := average(each):
-                    say(f"mean of {len(each)}{origin and f' {origin}'}: {words(mean)}")
+                if judged := [found for found in each if found]:
+                    say(f"mean of {len(judged)}{origin and f' {origin}'}: {words(average(judged))}")
         return written
 
     def predict(
