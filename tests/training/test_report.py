@@ -93,7 +93,7 @@ def test_a_page_of_one_run_and_of_two(tmp_path, capsys):
     assert re.search(
         r"<td>loss</td><td class=\"soft\">lower is better</td><td class=\"n\">0.3</td><td>linear 0.5</td>", text
     )
-    assert re.search(r"<td>lddt_cb</td><td class=\"soft\">higher is better</td><td class=\"n\">0.7</td><td></td>", text)
+    assert re.search(r"<td>lDDT-Cβ</td><td class=\"soft\">higher is better</td><td class=\"n\">0.7</td><td></td>", text)
     assert "optim.lr: 0.1 -&gt; &lt;b&gt;" in text
     for title in ("training loss, logarithmic", "tokens a second", "memory of a rank, GiB at most", "learning rate"):
         assert f">{title}</text>" in text, title
