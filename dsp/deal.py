@@ -19,6 +19,7 @@ from dsp.collectives import implement
 from dsp.exchange import EXACT, dense, exchanged, like, order_of, ranks
 from dsp.observers import run_observed, save_observer
 from dsp.planner import chunk_sizes
+from dsp.rows import RowTraffic, row_traffic
 from dsp.sent import counts, nbytes
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
@@ -47,23 +48,12 @@ class RowDeal:
         return self.n - 1 - place if turn % 2 else place
 
     @cached_property
-    def met(self) -> list[list[int]]:
-        """How many rows of each rank's chunk (first index) are dealt to each rank."""
-        found, start = [[0] * self.n for _ in range(self.n)], 0
-        for own, length in zip(found, chunk_sizes(self.size, self.n)):
-            for rank in range(self.n):
-                own[rank] = sum(max(0, min(b, start + length) - max(a, start)) for a, b in self.spans(rank))
-            start += length
-        return found
-
-    @cached_property
-    def travels(self) -> bool:
-        """Tell whether anything has to be sent."""
-        return any(k for rank, own in enumerate(self.met) for other, k in enumerate(own) if other != rank)
+    def traffic(self) -> RowTraffic:
+        return row_traffic(self.size, tuple(tuple(self.spans(rank)) for rank in range(self.n)))
 
     def own(self, rank: int) -> int:
         """How many rows are dealt to a rank."""
-        return sum(own[rank] for own in self.met)
+        return sum(self.traffic.taken(rank))
 
     def order(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows of a rank's chunk by those to whom they are dealt; and where each of them is then."""
@@ -78,11 +68,6 @@ class RowDeal:
         rows = torch.arange(start, start + parts[rank], device="cpu")
         turn, place = rows // self.step // self.n, rows // self.step % self.n
         return torch.where(turn % 2 == 0, place, self.n - 1 - place).argsort(stable=True)
-
-    def sent(self, row: int) -> tuple[list[int], list[int]]:
-        """Bytes that each rank sends of rows of so many: when they are dealt, and on their way back."""
-        there = [row * (sum(own) - own[rank]) for rank, own in enumerate(self.met)]
-        return there, [row * (self.own(rank) - self.met[rank][rank]) for rank in range(self.n)]
 
     @property
     def causal_load(self) -> float:
@@ -106,7 +91,7 @@ def _deal(x: Tensor, dim: int, size: int, step: int, group: str) -> Tensor:
     deal = deal_of(size, n, step)
     lead = x.movedim(dim, 0)
     send, rest = lead.index_select(0, deal.order(rank, x.device)[0]), lead.shape[1:].numel()
-    come, go = ([k * rest for k in own] for own in ([met[rank] for met in deal.met], deal.met[rank]))
+    come, go = ([k * rest for k in way] for way in (deal.traffic.taken(rank), deal.traffic.given(rank)))
     made = exchanged(send.reshape(-1), come, go, group).view(deal.own(rank), *lead.shape[1:])
     return dense(made.movedim(0, dim), order_of(x))
 
@@ -116,7 +101,7 @@ def _collect(x: Tensor, dim: int, size: int, step: int, group: str) -> Tensor:
     deal = deal_of(size, n, step)
     lead = x.movedim(dim, 0).contiguous()
     rest = lead.shape[1:].numel()
-    come, go = ([k * rest for k in own] for own in (deal.met[rank], [met[rank] for met in deal.met]))
+    come, go = ([k * rest for k in way] for way in (deal.traffic.given(rank), deal.traffic.taken(rank)))
     came = exchanged(lead.view(-1), come, go, group).view(-1, *lead.shape[1:]) if rest else lead
     made = came.index_select(0, deal.order(rank, x.device)[1])
     return dense(made.movedim(0, dim), order_of(x))
@@ -161,7 +146,7 @@ torch.library.register_autograd("dsp::collect", _back("deal"), setup_context=_ke
 @counts("rows", "deal")
 def _dealt(x: Tensor, dim: int, size: int, step: int, group: str) -> int:
     n, rank = ranks(group)
-    return nbytes(x) // max(x.shape[dim], 1) * (x.shape[dim] - deal_of(size, n, step).met[rank][rank])
+    return nbytes(x) // max(x.shape[dim], 1) * (x.shape[dim] - deal_of(size, n, step).traffic.given(rank)[rank])
 
 
 @counts("rows", "collect")
@@ -171,9 +156,9 @@ def _collected(x: Tensor, dim: int, size: int, step: int, group: str) -> int:
 
 def deal_rows(x: Tensor, dim: int, deal: RowDeal, group: str) -> Tensor:
     """The rows of dim `dim` that are dealt to this rank, of a tensor of which it holds its chunk."""
-    return torch.ops.dsp.deal(x, dim, deal.size, deal.step, group) if deal.travels else x
+    return torch.ops.dsp.deal(x, dim, deal.size, deal.step, group) if deal.traffic.travels else x
 
 
 def collect_rows(x: Tensor, dim: int, deal: RowDeal, group: str) -> Tensor:
     """This rank's chunk of dim `dim`, of a tensor of which it holds the rows that were dealt to it."""
-    return torch.ops.dsp.collect(x, dim, deal.size, deal.step, group) if deal.travels else x
+    return torch.ops.dsp.collect(x, dim, deal.size, deal.step, group) if deal.traffic.travels else x

@@ -8,8 +8,9 @@ and so what each sends to each: all rows travel in one all-to-all, and none trav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,27 +30,32 @@ _lib.define("rows_home(Tensor[] grads, int[] dims, int[] sizes, int[] spans, str
 Span = tuple[int, int]  # start and stop
 
 
-class Rows(NamedTuple):
-    """The rows of dim `dim`, of global `size`, that each rank reads; the tensor is sharded along the dim, or whole."""
+@dataclass(frozen=True)
+class RowTraffic:
+    """The number of rows that each rank (second index) reads of each rank's chunk (first index)."""
 
-    dim: int
-    size: int
-    spans: tuple[Span, ...]  # by rank
+    counts: tuple[tuple[int, ...], ...]
 
-    def travel(self) -> bool:
-        """Tell whether any rank has to send rows of a sharded tensor."""
-        n = len(self.spans)
-        return any(lengths[r] for q, lengths in enumerate(meetings(self.size, self.spans)) for r in range(n) if r != q)
+    def given(self, rank: int) -> Sequence[int]:
+        """The rows of this rank's chunk that each rank reads."""
+        return self.counts[rank]
 
-    def sent(self, shape: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
-        """The bytes that each rank sends of a tensor of global `shape`: in forward, and of its gradient in backward."""
-        n, row = len(self.spans), itemsize
-        for d, size in enumerate(shape):
-            row *= 1 if d == self.dim else size
-        met = meetings(self.size, self.spans)
-        there = [row * sum(met[q][r] for r in range(n) if r != q) for q in range(n)]
-        back = [row * sum(met[q][r] for q in range(n) if q != r) for r in range(n)]
-        return there, back
+    def taken(self, rank: int) -> Sequence[int]:
+        """The rows that this rank reads of each rank's chunk."""
+        return [own[rank] for own in self.counts]
+
+    @cached_property
+    def travels(self) -> bool:
+        """Tell whether any rank has to send rows."""
+        return any(k for rank, own in enumerate(self.counts) for other, k in enumerate(own) if other != rank)
+
+    def sent(self, row: int) -> tuple[list[int], list[int]]:
+        """The bytes that each rank sends if a row has `row` bytes: to those that read, and of gradients back."""
+
+        def of(counts: Iterable[tuple[int, ...]]) -> list[int]:
+            return [row * (sum(own) - own[rank]) for rank, own in enumerate(counts)]
+
+        return of(self.counts), of(zip(*self.counts))
 
 
 @lru_cache(maxsize=4096)
@@ -58,11 +64,28 @@ def starts_of(size: int, n: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def meetings(size: int, spans: tuple[Span, ...]) -> tuple[tuple[int, ...], ...]:
-    """The number of rows that each rank (second index) reads of each rank's chunk (first index)."""
+def row_traffic(size: int, spans: tuple[tuple[Span, ...], ...]) -> RowTraffic:
+    """The rows that ranks read of each other's chunks of a dim of `size`, if they read these spans; by rank."""
     n = len(spans)
     chunks = [(start, start + length) for start, length in zip(starts_of(size, n), chunk_sizes(size, n))]
-    return tuple(tuple(max(0, min(b, d) - max(a, c)) for c, d in spans) for a, b in chunks)
+    counts = (tuple(sum(max(0, min(b, d) - max(a, c)) for c, d in own) for own in spans) for a, b in chunks)
+    return RowTraffic(tuple(counts))
+
+
+class Rows(NamedTuple):
+    """The rows of dim `dim`, of global `size`, that each rank reads; the tensor is sharded along the dim, or whole."""
+
+    dim: int
+    size: int
+    spans: tuple[Span, ...]  # by rank
+
+    @property
+    def traffic(self) -> RowTraffic:
+        return row_traffic(self.size, tuple((span,) for span in self.spans))
+
+    def sent(self, shape: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
+        """The bytes that each rank sends of a tensor of global `shape`: in forward, and of its gradient in backward."""
+        return self.traffic.sent(itemsize * math.prod(size for d, size in enumerate(shape) if d != self.dim))
 
 
 class _RowExchange:
@@ -72,15 +95,15 @@ class _RowExchange:
     this rank's span.
     """
 
-    def __init__(self, dim: int, size: int, spans: tuple[Span, ...], rank: int) -> None:
-        n = len(spans)
-        self.dim, self.spans, self.rank = dim, spans, rank
-        met, starts = meetings(size, spans), starts_of(size, n)
+    def __init__(self, rows: Rows, rank: int) -> None:
+        self.dim, size, spans = rows
+        self.traffic, self.rank, n = rows.traffic, rank, len(spans)
+        starts, given, taken = starts_of(size, n), self.traffic.given(rank), self.traffic.taken(rank)
         self.chunk = chunk_sizes(size, n)[rank]
         self.span = spans[rank][1] - spans[rank][0]
         first = spans[rank][0]
-        self.given = [(max(s - starts[rank], 0) if k else 0, k) for (s, _), k in zip(spans, met[rank])]
-        self.taken = [(max(s - first, 0) if k[rank] else 0, k[rank]) for s, k in zip(starts, met)]
+        self.given = [(max(s - starts[rank], 0) if k else 0, k) for (s, _), k in zip(spans, given)]
+        self.taken = [(max(s - first, 0) if k else 0, k) for s, k in zip(starts, taken)]
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +111,7 @@ def _ways(
     dims: tuple[int, ...], sizes: tuple[int, ...], spans: tuple[int, ...], n: int, rank: int
 ) -> list[_RowExchange]:
     pairs = tuple(zip(spans[::2], spans[1::2]))
-    return [_RowExchange(d, s, pairs[i * n : (i + 1) * n], rank) for i, (d, s) in enumerate(zip(dims, sizes))]
+    return [_RowExchange(Rows(d, s, pairs[i * n : (i + 1) * n]), rank) for i, (d, s) in enumerate(zip(dims, sizes))]
 
 
 def ways_of(dims: Sequence[int], sizes: Sequence[int], spans: Sequence[int], group: str) -> list[_RowExchange]:
@@ -182,7 +205,7 @@ def _adjoint(op: str) -> Any:
             spans = [k for i in asks for k in ctx.spans[2 * n * i : 2 * n * (i + 1)]]
             where = [ctx.dims[i] for i in asks], [ctx.sizes[i] for i in asks], spans
             ways = ways_of(*where, ctx.group)
-            if not any(Rows(w.dim, size, w.spans).travel() for w, size in zip(ways, where[1])):
+            if not any(w.traffic.travels for w in ways):
                 return [_stays(op, grads[i], w) for i, w in zip(asks, ways)]  # type: ignore[arg-type]
             return run_observed(ctx, getattr(torch.ops.dsp, op), [grads[i] for i in asks], *where, ctx.group)
 
@@ -215,7 +238,7 @@ counts("rows", "rows_home")(_sent("taken"))
 
 def read_rows(xs: Sequence[Tensor], rows: Sequence[Rows], group: str) -> list[Tensor]:
     """This rank's span of each tensor, of which it holds its chunk; nothing is sent where all have theirs."""
-    if any(r.travel() for r in rows):
+    if any(r.traffic.travels for r in rows):
         spans = [k for r in rows for span in r.spans for k in span]
         return list(torch.ops.dsp.rows(list(xs), [r.dim for r in rows], [r.size for r in rows], spans, group))
     _, rank = ranks(group)

@@ -479,9 +479,10 @@ class Operations(Choices):
         """The traffic of an operand whose rows are dealt to the ranks, and of results that are sent back."""
         deal, x = dealing.deal, op.tracked[dealing.operand]
         none, after, pieces = (0,) * self.n, list[tuple[int, ...]](), list[tuple[int, ...]]()
-        there, back = map(tuple, deal.sent(x.nbytes // deal.size))
+        there, back = map(tuple, deal.traffic.sent(x.nbytes // deal.size))
         for i, t in enumerate(op.outputs):
-            again, home = map(tuple, deal.sent(t.nbytes // t.shape[cut.dim])) if i in dealing.results else (none, none)
+            row = t.nbytes // t.shape[cut.dim] if i in dealing.results else 0
+            again, home = map(tuple, deal.traffic.sent(row))
             after += [home] if any(home) else []
             pieces.append(again if t.requires_grad else none)
         back = back if x.requires_grad else none
