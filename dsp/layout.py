@@ -222,7 +222,7 @@ def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[i
         for i, mark in enumerate(marks):
             nxt = marks[i + 1] if i + 1 < len(marks) else size
             if mark == 0 or nxt % mark:
-                raise ValueError(f"cannot open axis {d} of {tuple(shape)} at {marks}")
+                raise ValueError(f"axis {d} of {tuple(shape)} is no fold: {marks[1:]} do not divide its size")
             for k, c in enumerate(cuts):
                 if c.dim == d and c.outer == mark:
                     where[k] = len(fine)

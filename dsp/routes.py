@@ -42,7 +42,7 @@ class Route:
         if self.way not in (*WAYS, AUTO):
             raise ValueError(f"route: expected one of {', '.join((*WAYS, AUTO))}, or a dsp.Route, got {self.way!r}")
         if self.node is not None and self.node < 1:
-            raise ValueError(f"route: node is how many ranks of the axis share a node, got {self.node!r}")
+            raise ValueError(f"route: node, the ranks of the axis on one node, must be at least 1, got {self.node!r}")
 
     @staticmethod
     def along(mesh: DeviceMesh, given: str | Route | Hardware | None) -> tuple[DeviceMesh, Route]:

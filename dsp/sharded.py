@@ -72,8 +72,9 @@ class Sharded(Tensor):
             if MIXED not in str(error):
                 raise
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)}() outside of a forward got a plain tensor and a sharded one, which "
-                "a forward of a parallelized model left in an object, such as a cache. Call dsp.gather(x) on it first"
+                f"{getattr(func, '__name__', func)}() outside of a forward got a plain tensor and a sharded one. A "
+                "forward of a parallelized model left the sharded one in an object, such as a cache: call "
+                "dsp.gather(x) on it first"
             ) from error
 
     @property

@@ -127,13 +127,13 @@ class Signature:
                 if self.pattern.root and type(value) is int and len(self.named[param].names) == 1:
                     continue  # the size of a dim
                 raise NotationError(
-                    f"{self.where}: the pattern names {param!r}, but it is a {type(value).__name__}, not a tensor"
+                    f"{self.where}: the pattern names {param!r}, whose value is a {type(value).__name__}, not a tensor"
                     + (", nor a list or tuple of tensors" if self.pattern.root else "")
                 )
             elif any(isinstance(t, (DTensor, Sharded)) for t in nested(value)):
                 raise self.hidden(param, value)
         if self.bare and not any(b.pattern is self.bare[0] for b in bound):
-            raise NotationError(f"{self.where}: the pattern '{self.bare[0]}' found no tensor argument to bind to")
+            raise NotationError(f"{self.where}: no tensor argument is left for the pattern '{self.bare[0]}'")
         return Arguments(args, kwargs), bound
 
     def nested(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, NotationError]]:

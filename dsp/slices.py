@@ -151,7 +151,7 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._weight_norm_interface.default and args[1].numel() != args[0].shape[args[2]]:
-            raise Shared("a norm for each row, and other rows")  # which torch would write beside its memory
+            raise Shared("weight norm has a norm for each row")  # torch would write beside the memory of a slice
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -177,12 +177,12 @@ class Draws(TorchDispatchMode):
             self.numbers.append(fresh.clone())
             return fresh
         if len(self.numbers) == len(self.recorded.numbers):
-            raise Shared("a slice draws more random numbers")
+            raise Shared("a call on a slice draws more random numbers than the full call")
         whole = self.recorded.numbers[len(self.numbers)]
         self.numbers.append(fresh)
         axes = [d for d in range(whole.ndim) if fresh.ndim == whole.ndim and fresh.shape[d] != whole.shape[d]]
         if len(axes) != 1 or whole.shape[axes[0]] * self.length != fresh.shape[axes[0]] * self.size:
-            raise Shared(f"random numbers {tuple(whole.shape)} are {tuple(fresh.shape)} on a slice")
+            raise Shared(f"the full call draws numbers of shape {tuple(whole.shape)}, a slice {tuple(fresh.shape)}")
         extent = whole.shape[axes[0]]
         outer = self.outers.get(extent, extent // self.size)
         return part(whole, Cut(axes[0], outer), self.size, self.start, self.length)

@@ -127,8 +127,8 @@ class Stage:
                 dims = " ".join(str(o.name) for o in options)
                 raise NotationError(
                     f"{self.where}: {where} is a {type(module).__name__} in training, whose statistics run over all "
-                    f"dims but the channels: so the stage is not independent along {dims}. Write [{dims}] in "
-                    f"'{self.pattern.text}', or use a norm that acts on each sample alone"
+                    f"dims but the channels: so the stage is not independent along {dims}. Put {dims} in brackets "
+                    f"in '{self.pattern.text}', or use a norm that acts on each sample alone"
                 )
 
     def outputs(self, tensors: list[Tensor]) -> list[TensorPattern]:
@@ -196,7 +196,9 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
         )
     for pattern, text in stages.items():
         if not (isinstance(pattern, str) and isinstance(text, str)):
-            raise NotationError(f"stages maps a submodule pattern to one stage string, not {pattern!r} to {text!r}")
+            raise NotationError(
+                f"stages maps the path of a submodule to a pattern, a string; got {pattern!r}: {text!r}"
+            )
     root = stages.get("")
     stages_found = [Stage(*found) for found in find_modules(model, stages)]
     for stage in stages_found:
@@ -205,7 +207,7 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
             if id(other.module) in inside:
                 raise NotationError(
                     f"stage {other.name!r} lies inside stage {stage.name!r}; stages cannot be nested: inside the outer "
-                    "stage tensors are already local. Remove one of the two from stages"
+                    "stage, tensors are already local. Remove one of the two from stages"
                 )
     return stages_found, root
 

@@ -108,7 +108,7 @@ class LowRankAttention(nn.Module):
         super().__init__()
         if rows < 1 or places < 1:
             raise ValueError(
-                f"low_rank=({rows}, {places}): expected the number of sums and the most keys of each, both at least 1"
+                f"low_rank=({rows}, {places}): expected (number of projected keys, longest sequence), both at least 1"
             )
         self.rows, self.places = rows, places
         self.of_keys = nn.Parameter(torch.empty(rows, places))

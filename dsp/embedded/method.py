@@ -54,7 +54,7 @@ def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[...
             if along not in core.pattern.computed:
                 continue
             if any(along not in p.names for p in stage.pattern.outputs):
-                raise ValueError(f"{stage.where} returns no {along!r}: '{stage.pattern.text}'; leave its cores out")
+                raise ValueError(f"{stage.where} returns no {along!r}: '{stage.pattern.text}'; leave it out of `cores`")
             stage.reach = along
             if switched and stage.name not in grids:
                 grids[stage.name] = stage.around = Grid(stage, along)
@@ -118,8 +118,13 @@ def _along(label: str, along: str | None, found: Sequence[tuple[Stage, Stage]]) 
     if along is None and len(dims) == 1:
         return next(iter(dims))
     if along is None or along not in dims:
-        which = ", ".join(sorted(map(repr, dims))) or "no dim of their stage"
+        if not dims:
+            raise ValueError(
+                f"{label}: no attention core computes over a dim that its stage computes over, so there is nothing to "
+                "shard for it; compare the brackets in `cores` and in `stages`"
+            )
         given = "" if along is None else f" along {along!r}"
+        which = ", ".join(sorted(map(repr, dims)))
         raise ValueError(f"{label}{given}: the attention cores compute over {which}; choose one with along=")
     return along
 

@@ -51,8 +51,8 @@ class Linear:
         how, *heads = text.split()
         if how not in ("columns", "rows") or any(not h.isdecimal() or h == "0" for h in heads):
             raise NotationError(
-                f"tensor_parallel: {name!r} is to be cut by {text!r}; write 'columns' or 'rows', and after it the "
-                "number of heads of each matrix in the layer, if any, as 'columns 16 4 4' for queries, keys and values"
+                f"tensor_parallel: expected 'columns' or 'rows' for {name!r}, and after it the number of heads of each "
+                f"matrix in the layer, if any, as in 'columns 16 4 4' for queries, keys and values; got {text!r}"
             )
         if not isinstance(module, nn.Linear):
             raise NotationError(f"tensor_parallel: {name!r} is a {type(module).__name__}; only nn.Linear can be cut")

@@ -112,7 +112,7 @@ def choose(
     the row shows the cheapest one's peak.
     """
     if not sizes or any(size < 1 for size in sizes):
-        raise ValueError(f"sizes are numbers of ranks, got {tuple(sizes)}")
+        raise ValueError(f"sizes, the numbers of ranks, must be at least 1, got {tuple(sizes)}")
     found, root = stages_of(model, stages)
     goal = Goal(1, hardware=hardware, permits=permitted(wire), overlap=overlap_of(overlap, hardware))
     way = Route.of(route)

@@ -46,7 +46,7 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"size is the number of ranks, got {self.size}")
+            raise ValueError(f"size, the number of ranks, must be at least 1, got {self.size}")
         if len(self.permits) > 1 and self.hardware is None:
             raise ValueError(
                 "wire='auto' weighs the time that fewer bytes save against the time to convert them, by the "

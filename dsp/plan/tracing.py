@@ -34,9 +34,9 @@ from dsp.tensors import remade, tensors_in
 from dsp.traits import BY_NUMBER, Traits
 
 KEPT = (
-    "met a tensor without data. The forward was planned on fake tensors, and the model kept one of them where dsp "
-    "cannot restore what was there before: no attribute, closure, global name or functools cache of the model's own "
-    "code leads there. Call the bare model once before dsp plans it, so that it keeps real tensors"
+    "got a tensor without data. dsp plans on fake tensors, and the model stored one of them where dsp cannot find it "
+    "again: no attribute, closure, global name or functools cache of the model's own code leads there. Call the bare "
+    "model once before dsp plans it, so that it keeps real tensors"
 )
 
 
@@ -73,7 +73,7 @@ class Tracer(Between):
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         if what.name in BY_NUMBER and not self.record.data:
-            raise NotImplementedError(f"{what.name}_() on a tensor without data")  # torch itself would crash
+            raise NotImplementedError(f"{what.name}_() while dsp plans, without data")  # torch itself would crash
         out = self.called(func, args, kwargs)
         self.recorder.operation(what.name, args, kwargs, out, what.in_place, self.cost())
         return out

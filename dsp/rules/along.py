@@ -68,7 +68,8 @@ def reduction(f: Frame) -> Outcome:
     if cut.joined:
         raise f.refuse("it reduces over the sharded dim, which is a concatenation of pieces, each sharded on its own")
     if f.name in ("var", "std") and dims is not None and everything:
-        raise f.refuse("no dim is named")  # torch itself returns a wrong gradient then
+        # torch itself returns a wrong gradient then
+        raise f.refuse("dim=() names no dim", "Leave dim out to reduce over all dims")
     return over_ranks(f, x, cut, gone, keep, "all" if dims is None else "none" if everything else "some")
 
 
@@ -156,12 +157,12 @@ def put_by_index(f: Frame) -> Outcome:
         raise f.refuse("its index is sharded")
     dim = f.normal(f.get(1, "dim"), x.ndim)
     if any(o.ndim != x.ndim for o in beside):
-        raise f.refuse("its tensors have other numbers of dims")
+        raise f.refuse("its tensors have different numbers of dims")
     position, outcome = align(f, beside)
     if x.ndim + position == dim:
         raise f.refuse("it puts parts into the sharded dim")
     if any(o.shape[position] != x.shape[position] for o in beside):
-        raise f.refuse("its source differs along the sharded dim")
+        raise f.refuse("its source has another size along the sharded dim")
     return outcome
 
 

@@ -196,7 +196,7 @@ def varlen(f: Frame) -> Outcome:
         if o.cut is not None and o.cut.dim != o.ndim - 2:
             raise f.refuse(PACKED if o.cut.dim == 0 else "it computes over the sharded dim", ALONG_HEADS)
     if k.ndim != 3:
-        raise f.refuse("its keys are in pages, of which every rank has its own", ALONG_HEADS)
+        raise f.refuse("its keys are in pages, and each rank has pages of its own", ALONG_HEADS)
     if q.shape[1] == k.shape[1]:
         outcome, expand = align(f, [q, k, v])[1], None
     else:

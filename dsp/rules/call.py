@@ -245,5 +245,5 @@ def align(f: Frame, operands: Sequence[Operand]) -> tuple[int, Outcome]:
         if have == size and size != 1:
             outcome.narrow[i] = Cut(other.ndim + position, cut.outer)
         elif have > 1:
-            raise f.refuse(f"a tensor has {have} where the sharded dim has {size}")
+            raise f.refuse(f"one tensor has size {have} where the sharded dim has size {size}")
     return position, outcome

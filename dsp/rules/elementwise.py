@@ -75,7 +75,7 @@ def loss(f: Frame) -> Outcome:
     how = f.kwargs.get("reduction", "mean")
     older = f.kwargs.get("size_average"), f.kwargs.get("reduce")
     if any(isinstance(a, (int, str)) for a in f.args) or older != (None, None):
-        raise f.refuse("pass reduction= by name")
+        raise f.refuse("an option is given by position, or is size_average or reduce", "Write reduction= by name")
     if how == "mean" and f.name in ("mse_loss", "l1_loss") and f.kwargs.get("weight") is not None:
         raise f.refuse("its mean divides by the sum of the weights")
     if how == "none":

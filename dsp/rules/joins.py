@@ -32,7 +32,7 @@ def cat(f: Frame) -> Outcome:
     everything = f.operands()
     for t in tensors:
         if t.ndim != reference.ndim or t.shape[cut.dim] != reference.shape[cut.dim]:
-            raise f.refuse("its tensors differ along the sharded dim")
+            raise f.refuse("its tensors have different sizes along the sharded dim")
         if t.cut is None:
             outcome.narrow[next(i for i, o in enumerate(everything) if o is t)] = cut
         elif t.cut != cut:
@@ -60,7 +60,7 @@ def alike(f: Frame, tensors: list[Operand], cut: Cut) -> None:
     most = max(t.ndim for t in tensors)
     others = {(*t.shape[: cut.dim], *t.shape[cut.dim + 1 :]) for t in tensors if t.ndim == most}
     if any(t.ndim != most for t in tensors) or len(others) > 1:
-        raise f.refuse("its tensors differ in more than the sharded dim")
+        raise f.refuse("its tensors have different sizes along other dims than the sharded one, too")
 
 
 def dealt_anew(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:

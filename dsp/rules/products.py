@@ -24,7 +24,7 @@ def matmul(f: Frame) -> Outcome:
     if f.name == "rmatmul":
         a, b = b, a
     if a.ndim < 2 or b.ndim < 2:
-        raise f.refuse("a vector product with a sharded tensor")
+        raise f.refuse("products with a vector have no rule")
     ndim = max(a.ndim, b.ndim)
     for x, y, keeps, sums in ((a, b, -2, -1), (b, a, -1, -2)):
         if x.cut is None:
@@ -61,7 +61,7 @@ def einsum(f: Frame) -> Outcome:
     equation = f.args[0]
     operands = list(f.args[1]) if isinstance(f.args[1], (list, tuple)) else list(f.args[1:])
     if not isinstance(equation, str):
-        raise f.refuse("write the equation as a string")
+        raise f.refuse("the equation is not a string", "Write it as one")
     return by_equation(f, equation, operands)
 
 
@@ -82,7 +82,7 @@ def by_equation(f: Frame, equation: str, operands: Sequence[Operand]) -> Outcome
             raise f.refuse(f"it takes a diagonal of the sharded dim {letter!r}")
         have = o.shape[term.index(letter)] if letter in term else 1
         if o.cut is not None and have != outcome.size:
-            raise f.refuse(f"a tensor has {have} where the sharded dim has {outcome.size}")
+            raise f.refuse(f"one tensor has size {have} where the sharded dim has size {outcome.size}")
         if o.cut is None and have > 1:  # else it broadcasts
             outcome.narrow[i] = Cut(term.index(letter), outer)
     return outcome
@@ -107,7 +107,7 @@ def embedding(f: Frame) -> Outcome:
         if x.cut is not None or weight.cut.dim != 1:
             raise f.refuse("its weight is sharded along the rows that the indices choose among")
         if f.get(6, "sparse"):
-            raise f.refuse("a part of a weight has no sparse gradient")
+            raise f.refuse("sparse=True needs the whole weight, and the weight is sharded")
         cut, size = Cut(x.ndim, weight.cut.outer), weight.shape[1]
     else:
         x, cut = first(f)

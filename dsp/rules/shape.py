@@ -122,7 +122,7 @@ def squeeze(f: Frame) -> Outcome:
 def permuted(f: Frame) -> Outcome:
     x, cut = first(f)
     if f.name in ("t", "T", "H") and x.ndim > 2:
-        raise f.refuse("use transpose or permute on more than two dims")
+        raise f.refuse("the tensor has more than two dims", "Use transpose or permute")
     if x.ndim < 2:
         return Outcome(cut, x.shape[cut.dim], view=True)
     # torch itself permutes: each dim is marked by its stride
@@ -177,7 +177,7 @@ def repeat_interleave(f: Frame) -> Outcome:
     x, cut = first(f)
     times, dim = f.get(1, "repeats"), f.get(2, "dim")
     if not isinstance(times, int) or dim is None:
-        raise f.refuse("repeats must be a number and dim given")
+        raise f.refuse("repeats is not one number, or dim is missing")
     kwargs = {k: v for k, v in f.kwargs.items() if k != "output_size"}
     dim = f.normal(dim, x.ndim)
     size = x.shape[cut.dim]

@@ -50,7 +50,7 @@ def windowed(
     the row at the end. `crop`: how many of run's results precede `start`, if `first` is the first row read.
     """
     if cut.outer != 1:
-        raise f.refuse("its window crosses from one entry of a fold, such as (b t), into the next, and t is sharded")
+        raise f.refuse("its window crosses from one entry of a fold into the next (as in (b t), with t sharded)")
     dim, size = cut.dim, x.shape[cut.dim]
     spans, before, after = spanned(f, size, out, reads)
     start, length = chunk(out, f.n, f.rank)
@@ -108,7 +108,7 @@ def placed(f: Frame, d: int) -> tuple[Operand, Cut, int]:
 
 def batch(f: Frame, x: Operand, cut: Cut, d: int) -> Outcome:
     if cut.dim or x.ndim == d + 1:
-        raise f.refuse("it mixes channels")
+        raise f.refuse("it mixes channels, along which the tensor is sharded")
     return Outcome(cut, x.shape[0])
 
 
@@ -195,7 +195,7 @@ def pool(f: Frame) -> Outcome:
         if padding[at] and not rest["count_include_pad"]:
             raise f.refuse("count_include_pad=False divides by fewer elements at the ends of the sharded dim")
     if f.get(5 if highest else 4, "ceil_mode", False):
-        raise f.refuse("its last window may hang over the end of the sharded dim")
+        raise f.refuse("with ceil_mode=True its last window may extend over the end of the sharded dim")
     lead, padding[at] = padding[at], 0
     window = stride[at], lead, dilation[at] * (size[at] - 1) + 1
     return strided(
@@ -289,7 +289,7 @@ def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int, others: li
     """
     dim, end, out = cut.dim, x.shape[cut.dim], x.shape[cut.dim] + before + after
     if min(before, after) < 0:
-        raise f.refuse("it mirrors one end and cuts the other")
+        raise f.refuse("it pads one end of the sharded dim and cuts the other", "Pad both ends, or cut first")
 
     def place(row: int) -> int:
         return end - 1 - abs(end - 1 - abs(row))
@@ -318,6 +318,6 @@ def grid_sample(f: Frame) -> Outcome:
     cuts = [(o.cut.dim + (o is grid and o.cut.dim > 0), o) for o in (x, grid) if o.cut]  # as dims of the result
     places = {(dim, o.cut.outer, o.shape[o.cut.dim]) for dim, o in cuts if o.cut}
     if len(places) > 1 or any(dim > 1 if o is x else dim == grid.ndim for dim, o in cuts):
-        raise f.refuse("it may read any position of the sharded dim, or its operands are sharded along different ones")
+        raise f.refuse("it may read any position of the sharded dim, or its operands are sharded along different dims")
     ((dim, outer, size),) = places
     return Outcome(Cut(dim, outer), size, {i: Cut(0, outer) for i, o in enumerate(f.operands()) if not (o.cut or dim)})

@@ -250,7 +250,7 @@ class Agreement:
             "inputs of different shapes, types or options, or took a different branch of the forward in an earlier call"
         )
         if slot:
-            got = f"another {named(self.positional, spec, checked[slot - 1])!r}"
+            got = f"other values of {named(self.positional, spec, checked[slot - 1])!r}"
         raise RuntimeError(
             "the ranks of one sequence-parallel group hold different inputs: compared with rank 0, "
             f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} got {got}. Whole inputs must be the same on every "

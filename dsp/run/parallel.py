@@ -137,9 +137,9 @@ def parallelize(
     refuse_overlap(overlap)
     if compile and overlap is not None:
         raise ValueError(
-            f"overlap={overlap!r} with compile={compile!r}: in one graph the compiler orders what is sent and "
+            f"overlap={overlap!r} with compile={compile!r}: with compile= the compiler orders what is sent and "
             "computed. Give one of the two; or compile the forwards of stages, block.forward = "
-            "torch.compile(block.forward): overlap can still cut compiled stage calls into pieces"
+            "torch.compile(block.forward), which overlap= can cut into pieces"
         )
     batches, mesh = axes_of(model, mesh)
     mesh, route = Route.along(mesh, route)
@@ -322,8 +322,8 @@ class FullRuntime(Runtime):
         if not inside:
             way = f"name it in stages, if it is independent along some dim ({path!r})"
         raise RuntimeError(
-            f"{path!r} was compiled by its compile(), but it runs operations between stages, which dsp has to see one "
-            f"by one: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
+            f"{path!r} was compiled by its compile(). It runs operations between stages, which dsp has to see one by "
+            f"one: {way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
         )
 
     def followed(self, run: Run, entry: FullEntry, args: Any, kwargs: Any) -> Any:

@@ -110,8 +110,8 @@ class SharedBatch:
         if rows % n:
             raise ValueError(
                 f"{type(self.model).__name__} is called with a batch of {rows}, which {n} groups cannot share. "
-                "The pipeline calls the model once for each guidance prediction: give dsp.parallelize a mesh of one "
-                "axis"
+                "This pipeline makes each of guidance's predictions in a call of its own: give dsp.parallelize a mesh "
+                "of one axis"
             )
 
         def own(x: Any, least: int = 1) -> Any:

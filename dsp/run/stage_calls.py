@@ -341,8 +341,8 @@ class StageCalls:
         outer, inner = (math.prod(sizes[other] for other in others) for others in (names[:at], names[at + 1 :]))
         if t.shape[axis] != outer * own * inner:
             raise NotationError(
-                f"{stage.where}, run on {own} of {size} along {name!r}, returned {tuple(t.shape)} where "
-                f"'{pattern}' wants {outer * own * inner} along axis {axis}: it is not independent along {name!r}. "
+                f"{stage.where}, run on {own} of {size} along {name!r}, returned the shape {tuple(t.shape)}; by "
+                f"'{pattern}' axis {axis} should have {outer * own * inner}: it is not independent along {name!r}. "
                 f"Put {name!r} in brackets in its pattern, or make stages of its submodules"
             )
         shape = [*t.shape]

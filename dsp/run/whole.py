@@ -201,7 +201,7 @@ class GlueOnWholes(Between):
         if self.run.coming:
             self.wait(what, args, kwargs)
         if what.name == "backward":
-            raise GlueError("backward inside a parallelized forward; return the loss and call backward outside")
+            raise GlueError("backward() inside a parallelized forward does not work; call it on the loss outside")
         if what.name == "new_tensor" and sharded_in(args[1:], kwargs):
             raise GlueError("new_tensor() would copy only this rank's part; write y.detach().clone()")
         if args and isinstance(args[0], Sharded):

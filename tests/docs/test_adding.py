@@ -136,8 +136,8 @@ def test_a_task_that_lacks_something_says_what(folder, name):
         (["data.yaml", "data.name=squares"], "data.name=squares: no such data set"),
         (["task.yaml", "task=vidio"], "there is no module 'vidio'"),
         (["task.yaml", "task=vidio"], "did you mean 'video'?"),
-        (["task.yaml", "sample.every=1"], "sample.every=1: Show of zoo.training.task has no method sample; set"),
-        (["data.yaml", "data.name=digits", "task=nextframes"], "DATA of task=nextframes has no options of that name"),
+        (["task.yaml", "sample.every=1"], "sample.every=1: Show of zoo.training.task has no method sample; add"),
+        (["data.yaml", "data.name=digits", "task=nextframes"], "task=nextframes has no entry of that name in its DATA"),
     ],
 )
 def test_missing_parts_are_named(folder, arguments, message):

@@ -136,7 +136,7 @@ def test_the_smallest_that_fits() -> None:
     weights = sizing(64, 80e9).plans[1].resident
     sharded = sizing(64, 80e9, resident=lambda sp: 8 * weights / sp)
     assert [p.resident for p in sharded.plans.values()] == [8 * weights // n for n in (1, 2, 4, 8)]
-    with pytest.raises(ValueError, match="sizes are numbers of ranks"):
+    with pytest.raises(ValueError, match="sizes, the numbers of ranks, must be at least 1"):
         sizing(64, 80e9, sizes=(0, 2))
 
 

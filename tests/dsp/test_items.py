@@ -103,7 +103,7 @@ def test_discover_finds_one_pattern_for_all_items() -> None:
 
 def test_what_is_no_list_of_tensors_is_said() -> None:
     kwargs = inputs(2)
-    with pytest.raises(dsp.NotationError, match="'x', but it is a list, not a tensor, nor a list or tuple of tensors"):
+    with pytest.raises(dsp.NotationError, match="whose value is a list, not a tensor, nor a list or tuple of tensors"):
         dsp.plan(Joint(), kwargs={**kwargs, "x": [*kwargs["x"], None]}, size=2)
     with pytest.raises(
         dsp.NotationError, match=r"the pattern 'x\[1\]=c t₂ h₂ w₂' has 4 axes .* but .* its shape is \(4, 6, 6\)"

@@ -213,7 +213,7 @@ def test_a_tensor_without_data_is_named_in_any_role(mesh: DeviceMesh, use: str) 
     finally:
         forget()
     reads = use in ("numpy", "tolist")  # planned from its first call, or said
-    assert (reads and not said) or "met a tensor without data" in said
+    assert (reads and not said) or "got a tensor without data" in said
     assert reads or said.startswith("GlueError: "), said
 
 

@@ -92,7 +92,7 @@ def test_a_run_and_its_samples(trainer, tmp_path, whole_world, capsys):
         (["model.overrides.channels=3"], r"the data has 1 channels and the model 3"),
         (["model.overrides.height=7"], r"the images are 8 x 8: set model\.overrides\.height and width"),
         (["model.overrides.num_classes=3"], r"the data has 10 classes and the model 3"),
-        (["eval.images=298"], r"eval\.images=298: there are 297"),
+        (["eval.images=298"], r"eval\.images=298: the validation set has 297"),
     ],
 )
 def test_what_does_not_fit_the_data_is_refused(tmp_path, overrides, message):

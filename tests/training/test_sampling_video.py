@@ -143,7 +143,7 @@ def test_a_run_that_could_not_decode_does_not_begin(runs, models, tmp_path, caps
     )
     other = encoders(tmp_path, seed=1)
     runs("name=b", f"sample.vae={other}", expect=2)
-    assert "is another than the AutoencoderKL" in capsys.readouterr().err
+    assert "is not the AutoencoderKL that encoded the training data" in capsys.readouterr().err
     shutil.copytree(models / "vae", tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
     run = runs("name=c", "sample.vae=moved", "train.steps=1", "sample.every=1")
@@ -283,7 +283,10 @@ def test_clips_go_on_from_a_frame(run, models, tmp_path, capsys):
     assert onward.shape == movie.shape
     capsys.readouterr()
     for options, message in (
-        (("--first-frame", tmp_path / "seed-0.mp4"), "5 of 5 frames, which leaves none to make; --hold takes fewer"),
+        (
+            ("--first-frame", tmp_path / "seed-0.mp4"),
+            "5 of 5 frames are given, which leaves none to make; use --hold",
+        ),
         (("--first-frame", tmp_path / "first.png", "--hold", 2), "has 1 frames, fewer than --hold 2"),
         (("--first-frame", tmp_path / "nothing.png"), "no such file"),
         (("--first-frame", run / "config.yaml"), "cannot be read as an image or video"),
@@ -309,7 +312,7 @@ def test_what_cannot_be_made_is_one_line(runs, run, models, tmp_path, capsys):
     other = encoders(tmp_path / "other", seed=1)
     for option, kind in (("--vae", "AutoencoderKL"), ("--text", "T5EncoderModel")):
         message = refused(capsys, *prompt, option, other)
-        assert re.search(rf"the {kind} at .* is another than the {kind} \(then at .*\) that encoded the", message)
+        assert re.search(rf"the {kind} at .* is not the {kind} that encoded the training data \(then at", message)
         assert "is not there: no such folder" in refused(capsys, *prompt, option, tmp_path / "none")
     assert "--negative-prompt is what guidance leads away from" in refused(
         capsys, *prompt, "--negative-prompt", "rain", "--guidance", 1

@@ -119,7 +119,7 @@ def test_lddt_of_calpha_atoms_against_biotite():
             assert measured["lDDT-Cα"] == pytest.approx(theirs, abs=1e-4)
         exact = distances(*[torch.from_numpy(alpha)] * 2)
         assert Predicted(protein, -exact, exact).measure()["lDDT-Cα"] == 1
-    assert sum(ceilings) / len(ceilings) == pytest.approx(0.683, abs=0.002)  # docs/proteins.md
+    assert sum(ceilings) / len(ceilings) == pytest.approx(0.683, abs=0.002)  # docs/protein-guide.md
 
 
 def test_masked_accuracy_and_average():

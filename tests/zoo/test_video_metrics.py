@@ -89,7 +89,7 @@ def test_features_are_what_the_classifier_reads(folder, tmp_path):
     refused(r"it has no config.json", VideoFeatures, tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
-    refused(r"no VideoMAE can be read of it", VideoFeatures, tmp_path)
+    refused(r"cannot be read as a VideoMAE", VideoFeatures, tmp_path)
 
 
 def test_a_probe_tells_classes():

@@ -221,7 +221,7 @@ class Writer:
         if free < needed * 1.05 + 2**20:
             raise LatentError(
                 f"{self.folder}: the next shard takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free on this "
-                "disk; free some space and run the same command again: whole shards are not encoded anew"
+                "disk; free some space and run the same command again: finished shards are kept"
             )
         clips = [{k: v for k, v in asdict(clip).items() if k not in ("shard", "place")} for clip in self._clips]
         header = {"format": "pt", "clips": json.dumps(clips)}
@@ -249,7 +249,8 @@ class Writer:
 
 def _entry(clip: Mapping[str, Any], shard: str, place: int) -> Entry:
     if set(clip) != {f.name for f in fields(Entry)} - {"shard", "place"}:
-        raise ValueError(f"clip {place} has the fields {sorted(clip)}")
+        expected = sorted({f.name for f in fields(Entry)} - {"shard", "place"})
+        raise ValueError(f"clip {place}: expected the fields {expected}, got {sorted(clip)}")
     entry = Entry(**{**clip, "shape": tuple(clip["shape"]), "shard": shard, "place": place})
     for name, kind in (("name", str), ("caption", str)):
         if type(getattr(entry, name)) is not kind or len(getattr(entry, name)) > 1 << 16:
@@ -272,7 +273,10 @@ def _compare(clip: Entry, shard: Any) -> None:
     """Raise a ValueError if the tensors of a clip have other sizes than its entry."""
     latent, text = (shard.get_slice(f"{clip.place}.{what}").get_shape() for what in ("latent", "text"))
     if tuple(latent) != clip.shape or len(text) != 2 or text[0] != clip.tokens:
-        raise ValueError(f"{clip.name!r} is said to be {list(clip.shape)} with {clip.tokens} tokens: {latent}, {text}")
+        raise ValueError(
+            f"{clip.name!r}: the header says a latent of {list(clip.shape)} and {clip.tokens} tokens, the file has a "
+            f"latent of {list(latent)} and a text of {list(text)}"
+        )
 
 
 def _shards(folder: Path, what: str) -> Iterator[Path]:
@@ -305,8 +309,8 @@ def _same_encoders(folder: Path, there: Manifest, here: Manifest) -> None:
     for what, path, known in (("vae", "vae_path", "vae_hash"), ("text", "text_path", "text_hash")):
         if getattr(there, known) != getattr(here, known):
             raise LatentError(
-                f"{folder} was begun with another {getattr(there, what)} (at {getattr(there, path)}) than the "
-                f"{getattr(here, what)} at {getattr(here, path)}: its latents do not go together; take a new folder"
+                f"{folder} was begun with the {getattr(there, what)} at {getattr(there, path)}, not with the "
+                f"{getattr(here, what)} at {getattr(here, path)}: their latents do not go together; take a new folder"
             )
     if there.text_length != here.text_length:
         raise LatentError(

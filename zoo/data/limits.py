@@ -38,7 +38,7 @@ def parse_json(text: str | bytes, each: int = 8) -> Any:
     """
     marks = "{[:" if isinstance(text, str) else (b"{", b"[", b":")
     if len(text) > SHORT and sum(map(text.count, marks)) > len(text) / each:  # type: ignore[arg-type]
-        raise ValueError("too many names, lists and objects for its length")
+        raise ValueError("too many names, lists and objects for a text of its length")
     try:
         return json.loads(text)
     except RecursionError:

@@ -295,7 +295,7 @@ def _probe(path: Path, verify: bool) -> Video:
     if verify:
         times = decoded
     if max(sizes) > MOST_ASPECT * min(sizes):
-        raise VideoError(f"it is {sizes[0]} x {sizes[1]}: its sides differ more than {MOST_ASPECT} times")
+        raise VideoError(f"it is {sizes[0]} x {sizes[1]}: its sides differ by more than a factor of {MOST_ASPECT}")
     places = sorted(set(times))
     longest = max((after - before for before, after in itertools.pairwise(places)), default=0) * tick
     if longest > LONGEST_FRAME:

@@ -64,7 +64,9 @@ class Config:
             raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}")
         for name in ("exterior", "outer"):
             if getattr(self, name) % 2:
-                raise ValueError(f"{name}={getattr(self, name)}: blocks along rows and columns come in pairs")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is odd, but blocks come in pairs, along rows and along columns"
+                )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is not a share in [0, 1)")
         for name in ("inner", "channels", "levels", "height", "width"):

@@ -108,8 +108,8 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
     if not every or not every[0].fits:
         need = min((c.timing.held for c in every), default=0)
         raise UserError(
-            f"parallel=auto: nothing fits {size(int(hardware.memory))} a rank on {number_of(world, 'rank')}; the least "
-            f"that a mesh needs is {size(need)}. More ranks, a smaller train.batch or smaller samples need less"
+            f"parallel=auto: nothing fits {size(int(hardware.memory))} a rank on {number_of(world, 'rank')}; the "
+            f"most economical mesh needs {size(need)}. More ranks, a smaller train.batch or smaller samples need less"
         )
     best, first = every[0], dict[tuple[int, int, str], Candidate]()
     for c in every:  # for each mesh and method, the best way to recompute
@@ -158,7 +158,8 @@ def foreseen(config: Config) -> Choice:
     """The choice for WORLD_SIZE ranks on the configured hardware; nothing is measured."""
     if (hardware := known_hardware(config)) is None:
         raise UserError(
-            "parallel=auto with dry_run=true measures nothing: say what the ranks are, as hardware.device=h100"
+            "parallel=auto needs the speed of devices and links, which a dry run does not measure: name the hardware, "
+            "as in hardware.device=h100"
         )
     return choose(config, int(os.environ.get("WORLD_SIZE", 1)), hardware)
 

@@ -408,7 +408,7 @@ def mesh_shape(parallel: Parallel, world: int) -> tuple[int, int, int]:
     dp = parallel.dp_replicate * parallel.dp_shard
     each = f"dp_replicate={parallel.dp_replicate} x dp_shard={parallel.dp_shard}"
     if parallel.sp is None and world % dp:
-        raise UserError(f"parallel: {each} = {dp} does not divide the {world} ranks; change one or the other")
+        raise UserError(f"parallel: {each} = {dp} does not divide the {world} ranks; change the sizes or the ranks")
     sp = parallel.sp or world // dp
     if dp * sp != world:
         raise UserError(

@@ -105,9 +105,9 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
         need, words = Memory(config, task, model).total(sp) * ranks, task.describe()
         if need > there:
             raise UserError(
-                f"a training step needs {size(need)} on a device or host that has {size(there)}: batch "
-                f"{config.train.batch}{words and f' x {words}'}, model {config.model.name}; dry_run=true says what "
-                "would fit"
+                f"a training step needs {size(need)} on a device or host that has {size(there)}: "
+                f"train.batch={config.train.batch}{words and f' of {words}'}, model {config.model.name}. Make one of "
+                "them smaller, or use more ranks; dry_run=true says what would fit"
             )
 
 
@@ -210,7 +210,10 @@ def foreseen_route(config: Config, hardware: dsp.Hardware | None) -> dsp.Route |
     """The route of switches on this hardware; nothing is measured."""
     way = config.parallel.route
     if way == "auto" and hardware is None:
-        raise UserError("parallel.route=auto measures nothing here: say what the ranks are, as hardware.device=h100")
+        raise UserError(
+            "parallel.route=auto needs the speed of links, which a dry run does not measure: name the hardware, as in "
+            "hardware.device=h100"
+        )
     return None if way == "direct" else dsp.Route(way, (hardware or config.hardware).node, hardware)
 
 

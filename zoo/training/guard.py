@@ -146,7 +146,7 @@ class Guard:
         """Raise Diverged if too many steps in a row were skipped, or the last ones of the run."""
         if self.in_row <= self.allowed and not last:
             return
-        row = f"the last {self.in_row} steps were skipped (train.skip={self.allowed} may be)"
+        row = f"the last {self.in_row} steps were skipped (train.skip allows {self.allowed})"
         raise Diverged(
             f"step {step}: {why}: training diverged, and {row if self.in_row > 1 else 'this step was not taken'}. The "
             f"weights before step {self.sound} still gave a finite loss"

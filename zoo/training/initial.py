@@ -43,8 +43,8 @@ def source(task: Task) -> nn.Module:
     refuse_other_prediction(task.config)
     current = model.state_dict()
     if wrong := [name for name, mine in ours.items() if state[name].shape != current[mine].shape]:
-        shapes = f"{tuple(state[wrong[0]].shape)} there, {tuple(current[ours[wrong[0]]].shape)} here"
-        raise UserError(f"init.weights={path}: {len(wrong)} tensors of another shape, such as {wrong[0]}, {shapes}")
+        shapes = f"{tuple(state[wrong[0]].shape)} in the file, {tuple(current[ours[wrong[0]]].shape)} in the model"
+        raise UserError(f"init.weights={path}: {len(wrong)} tensors have another shape, such as {wrong[0]}: {shapes}")
     model.load_state_dict({mine: state[name] for name, mine in ours.items()}, strict=False)
     return model
 
@@ -98,7 +98,7 @@ def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
     differ = sorted(key for key in plain[0].keys() & plain[1].keys() if plain[0][key] != plain[1][key])
     if not differ:
         return
-    lines = ", ".join(f"{key}={plain[0][key]} (here {plain[1][key]})" for key in differ)
+    lines = ", ".join(f"{key}={plain[0][key]} (configured: {plain[1][key]})" for key in differ)
     size = {} if config.model.size is None else {"size": config.model.size}
     overrides = {**config.model.overrides, **{key: plain[0][key] for key in differ}}
     wanted = flow({"name": config.model.name, **size, "overrides": overrides})

@@ -70,7 +70,7 @@ def sizes_that_exist() -> Iterator[None]:
     except (RuntimeError, OverflowError) as error:
         if not isinstance(error, OverflowError) and "overflow" not in str(error):
             raise
-        raise UserError(f"model and data make a tensor that no machine holds: {one_line(error)}") from error
+        raise UserError(f"model and data need a tensor that is too large for any machine: {one_line(error)}") from error
 
 
 def known_hardware(config: Config) -> dsp.Hardware | None:

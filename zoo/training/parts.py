@@ -74,7 +74,7 @@ class Parts:
             return self.module.DATA[self.data]
         if self.data in TASKS:
             where = f"zoo/training/tasks/{self.own}.py" if self.own else f"task={self.task}"
-            raise UserError(f"data.name={self.data}: DATA of {where} has no options of that name")
+            raise UserError(f"data.name={self.data}: {where} has no entry of that name in its DATA")
         found = user_error(outside, self.data, "zoo.data", prefix="data.name: ")
         if not (isinstance(found, type) and is_dataclass(found)):
             raise UserError(f"data.name={self.data} is not a dataclass; expected options with a method datasets(seed)")

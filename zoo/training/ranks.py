@@ -94,7 +94,7 @@ def _device() -> tuple[torch.device, str]:
     if local >= torch.cuda.device_count():
         raise UserError(
             f"local rank {local} has no GPU: {torch.cuda.device_count()} are visible; "
-            f"start at most so many ranks a node (dsp-launch --nproc-per-node {torch.cuda.device_count()})",
+            f"start at most one rank for each (dsp-launch --nproc-per-node {torch.cuda.device_count()})",
             alone=True,
         )
     device = torch.device("cuda", local)

@@ -221,7 +221,9 @@ class Show:
         for name in ("sample", "write") if getattr(self.config.sample, "every", 0) else ():
             if getattr(type(self), name) is getattr(Show, name):
                 where = f"{type(self).__name__} of {type(self).__module__}"
-                raise UserError(f"sample.every={self.config.sample.every}: {where} has no method {name}; set it to 0")
+                raise UserError(
+                    f"sample.every={self.config.sample.every}: {where} has no method {name}; add it, or set this to 0"
+                )
 
     def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> Any:
         """The model's samples, always from the same noise or inputs; called on every rank."""
@@ -257,7 +259,7 @@ class Infer:
         self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
     ) -> list[Path]:
         """Do what `options` ask for, on every rank; rank 0 writes under `options.out`. Returns the files."""
-        raise UserError(f"{type(self.task).__module__} has no Infer, which says what infer.py makes with a model")
+        raise UserError(f"{type(self.task).__module__} has no class Infer, which infer.py needs")
 
 
 def share(length: int, rank: int, size: int) -> range:

@@ -103,7 +103,7 @@ class Config(VideoConfig):
         if self.variant not in (1, 2, 3, 4):
             raise ValueError(f"variant={self.variant}: expected 1, 2, 3 or 4")
         if self.variant <= 2 and self.depth % 2:
-            raise ValueError(f"depth={self.depth}: spatial and temporal blocks come in pairs")
+            raise ValueError(f"depth={self.depth} is odd, but each spatial block goes with a temporal one")
         if self.variant == 4 and self.heads % 2:
             raise ValueError(f"heads={self.heads}: half of them are spatial and half temporal, so take an even number")
         super().__post_init__()
@@ -320,7 +320,7 @@ class Latte(nn.Module):
         """
         if config is None:
             if isinstance(source, Mapping):
-                raise ValueError("a state dict says too little: pass the model's config too")
+                raise ValueError("a state dict does not have all settings: pass the model's config, too")
             config = (Path(source) if Path(source).is_dir() else Path(source).parent) / "config.json"
         values = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
         model = cls(diffusers_config(values))

@@ -77,12 +77,12 @@ class VideoFeatures:
         except ImportError as error:
             raise ValueError("features of clips need transformers: pip install -e '.[video]'") from error
         if not (Path(path) / "config.json").is_file():
-            raise ValueError(f"{path}: no folder of a VideoMAE, it has no config.json")
+            raise ValueError(f"{path}: not the folder of a VideoMAE, as it has no config.json")
         try:
             model: Any = VideoMAEForVideoClassification
             model = model.from_pretrained(path, local_files_only=True, use_safetensors=True)
         except (OSError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{path}: no VideoMAE can be read of it: {error}") from error
+            raise ValueError(f"{path}: cannot be read as a VideoMAE: {error}") from error
         self.model, self.device = model.to(device).eval(), device
 
     @torch.no_grad()

@@ -259,7 +259,7 @@ class STDiT(Published):
             none = {name: value[n:].expand_as(value[:n]) for name, value in everything.items()}
             return Prompt({name: value[:n] for name, value in everything.items()}, none)
         if self.null is None:
-            raise CodecError(f"{self.folder}: no y_embedder.y_embedding in it: guidance needs a negative prompt")
+            raise CodecError(f"{self.folder}: it has no y_embedder.y_embedding, so guidance needs a negative prompt")
         told = _stacked(rows)
         null = self.null[: told["context"].shape[1]].float()
         return Prompt(told, told | {"context": null.expand_as(told["context"])})
@@ -393,9 +393,9 @@ def scheduler(folder: Path, name: str | None = None, shift: float | None = None)
     own = inspect.signature(kind).parameters
     changes = {key: shift for key in ("shift", "flow_shift") if shift is not None and key in own}
     if shift is not None and not changes:
-        raise CodecError(f"{wanted} has no shift of noise levels")
+        raise CodecError(f"--shift: {wanted} has no such setting")
     if shift is not None and "use_flow_sigmas" in own and not settings.get("use_flow_sigmas"):
-        raise CodecError(f"{wanted}: its settings are not those of a flow, whose levels can be shifted")
+        raise CodecError(f"--shift: {wanted} is not set for a flow, whose noise levels can be shifted")
     made = kind.from_config({**settings, **changes})  # type: ignore[attr-defined]
     if made.config.get("use_dynamic_shifting"):
         raise CodecError(f"{file}: use_dynamic_shifting is not supported")

@@ -86,7 +86,7 @@ class Config(VideoConfig):
         if self.version == "v2" and self.hidden % 3:
             raise ValueError(f"hidden={self.hidden}: v2 embeds height, width and aspect ratio in a third of it each")
         if self.version != "v1" and (self.space_scale, self.time_scale) != (1, 1):
-            raise ValueError(f"space_scale and time_scale are of v1; {self.version} has input_sq_size")
+            raise ValueError(f"space_scale and time_scale are options of v1; {self.version} has input_sq_size")
 
 
 # Layers of v1 and v2, and of Transformer-2D
@@ -383,7 +383,9 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> STDiT:
     for name, scale in (("pos_embed", config.space_scale), ("pos_embed_temporal", config.time_scale)):
         if name in state and state[name].shape[1] > 1 and abs(state[name][0, 1, 0] - math.sin(1 / scale)) > 1e-3:
             which = "space_scale" if name == "pos_embed" else "time_scale"
-            raise ValueError(f"{name} of these weights was not made with {which}={scale}: pass {which}=")
+            raise ValueError(
+                f"{name} of these weights does not fit {which}={scale}; pass the {which} of their training"
+            )
     load(model, state, lambda name: open_sora_names(name, version), ignore=UNUSED)
     return model
 

@@ -212,7 +212,10 @@ def test_cores_that_do_not_fit_are_errors() -> None:
         ({"blocks.*.spatial.core": "(b t) [s] h [e]"}, "matches no submodule"),
         ({core: "(b t) [s] h [e]"}, "expected patterns of queries, keys and values"),
         ({core: "(b t) [s] c [e], (b t) [s] c [e], (b t) [s] c [e]"}, "under names that are not in its stage"),
-        ({"blocks.*.temporal.attention.core": "(b s) [n] h [e]"}, "compute over no dim of their stage"),
+        (
+            {"blocks.*.temporal.attention.core": "(b s) [n] h [e]"},
+            "no attention core computes over a dim that",
+        ),
     ]:
         model.cores = cores
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -120,7 +120,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="needs a dict `dap` on"):
         plan_of("dap", 2)
     for text, message in (
-        ("column", "write 'columns' or 'rows'"), ("columns 5", "144 columns, which 5 heads do not divide"),
+        ("column", "expected 'columns' or 'rows'"), ("columns 5", "144 columns, which 5 heads do not divide"),
         ("rows", "with 'columns', and one with 'rows' as its last layer"),
     ):  # fmt: skip
         model = build("latte")

@@ -100,8 +100,8 @@ def test_fewer_places_and_other_models_are_what_they_were() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SelfAttention(48, 6, "s", low_rank=(0, 8)), "low_rank=(0, 8): expected the number of sums"),
-        (lambda: SelfAttention(48, 6, "s", low_rank=(8, 0)), "low_rank=(8, 0): expected the number of sums"),
+        (lambda: SelfAttention(48, 6, "s", low_rank=(0, 8)), "low_rank=(0, 8): expected (number of projected keys"),
+        (lambda: SelfAttention(48, 6, "s", low_rank=(8, 0)), "low_rank=(8, 0): expected (number of projected keys"),
         (lambda: SelfAttention(48, 6, "s", low_rank=(2, 8), causal=True), "it cannot be causal"),
         (lambda: zoo.create("transformer2d", "test", low_rank=8), "takes low_rank: tuple[int, int] | None, not 8"),
         (lambda: SelfAttention(48, 6, "s", low_rank=(2, 8))(torch.zeros(1, 1, 9, 48)), "low_rank=(2, 9)"),

@@ -253,7 +253,7 @@ def test_changed_captions_sizes_and_encoders_are_refused(clips, encoders, tmp_pa
     assert run(clips, out, encoders) == 0
     assert {e.caption for e in Latents(out).entries} == {"another one", CAPTIONS["deep/tall.gif"]}
     ends("the first is wide.gif#0: 5x16x24 at 10 a second there, 5x8x12 at 10 now", buckets=["5x8x12", "5x24x16@5"])
-    ends("was begun with another AutoencoderKL", "--vae", encoders / "other")
+    ends("was begun with the AutoencoderKL at ", "--vae", encoders / "other")
     ends("at most 300 tokens, not 200: go on with --text-length 300", "--text-length", 200)
 
 

@@ -148,7 +148,12 @@ def test_unusable_latent_folders_are_refused(tmp_path):
 def test_entries_that_the_manifest_or_the_tensors_contradict(tmp_path):
     for name, tokens, frames, said in (
         ("strange", 9, 2, "has 2 channels and 9 tokens, where the manifest says 2 and at most 5"),
-        ("lying", 1, 3, r"'other' is said to be \[2, 2, 2, 2\] with 1 tokens: \[2, 3, 2, 2\], \[1, 6\]"),
+        (
+            "lying",
+            1,
+            3,
+            r"'other': .* \[2, 2, 2, 2\] and 1 tokens, .* \[2, 3, 2, 2\] and a text of \[1, 6\]",
+        ),
     ):
         folder = latent_folder(tmp_path / name, {(2, 2, 2): 1})
         entry = dataclasses.replace(LatentFolder(folder).clips[0][0], name="other", tokens=tokens)

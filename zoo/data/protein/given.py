@@ -92,7 +92,9 @@ def find(paths: Sequence[str | os.PathLike[str]], chains: bool = False) -> list[
     for one in given:
         if one is not first.setdefault(one.name, one):
             both = " and ".join(str(each.structure or each.alignments[0]) for each in (first[one.name], one))
-            raise ValueError(f"two proteins are called {one.name}, {both}: predict one of them with another --out")
+            raise ValueError(
+                f"two proteins are called {one.name}, {both}: predict them in two calls, with different --out"
+            )
     return given
 
 

@@ -154,7 +154,9 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
     repeated = (key[1:] == key[:-1]).all(1)
     for i in np.flatnonzero(repeated & (alternative[best][1:] == alternative[best][:-1]))[:1]:
         chain, residue = residues[key[i, 0]]
-        raise ValueError(f"atom {ATOMS[key[i, 1]]} of residue {residue.name} {residue.id} of chain {chain.id} repeats")
+        raise ValueError(
+            f"atom {ATOMS[key[i, 1]]} of residue {residue.name} {residue.id} of chain {chain.id} is listed twice"
+        )
     best = best[np.concatenate([np.ones(min(len(best), 1), bool), ~repeated])]
     best = best[occupancy[best] > 0]
     if not len(best):

@@ -71,8 +71,8 @@ class Show(video.Show):
         name, path, known = (getattr(self.task.manifest, f"{kind}{what}") for what in ("", "_path", "_hash"))
         if encoder.fingerprint != known:
             raise CodecError(
-                f"the {encoder.name} at {encoder.path} is another than the {name} (then at {path}) that encoded the "
-                f"training data: its fingerprint is {encoder.fingerprint[:12]}, not {known[:12]}"
+                f"the {encoder.name} at {encoder.path} is not the {name} that encoded the training data (then at "
+                f"{path}): its fingerprint is {encoder.fingerprint[:12]}, not {known[:12]}"
             )
 
     def real(self, count: int) -> tuple[Clips, Tensor, float]:

@@ -300,7 +300,7 @@ def held_frames(options: Namespace, size: tuple[int, int, int], codec: Any) -> T
     if options.hold and x.shape[1] < options.hold:
         raise ValueError(f"{shown} has {x.shape[1]} frames, fewer than --hold {options.hold}")
     if x.shape[1] >= frames:
-        raise ValueError(f"{shown}: {x.shape[1]} of {frames} frames, which leaves none to make; --hold takes fewer")
+        raise ValueError(f"{shown}: {x.shape[1]} of {frames} frames are given, which leaves none to make; use --hold N")
     user_error(codec.latent_shape, *x.shape[1:], prefix=f"{shown}: ")
     return codec.encode(x)
 

@@ -62,7 +62,8 @@ class Task(task.Task):
     def open(self) -> None:
         self.train, self.validation = on_first_rank(lambda: (DigitImages("train"), DigitImages("validation")))
         if self.validation_samples > len(self.validation):
-            raise UserError(f"eval.images={self.validation_samples}: there are {len(self.validation)}")
+            count = len(self.validation)
+            raise UserError(f"eval.images={self.validation_samples}: the validation set has {count} images")
 
     # ------------------------------------------------------------------------------------------------ model, objective
 
@@ -77,7 +78,7 @@ class Task(task.Task):
                 raise UserError(f"the data has {value} {key} and the model {getattr(config, key)}: "
                                 f"set model.overrides.{key}={value}")  # fmt: skip
         if config.height < height or config.width < width:
-            raise UserError(f"the images are {height} x {width}: set model.overrides.height and width to as much")
+            raise UserError(f"the images are {height} x {width}: set model.overrides.height and width to at least that")
         if config.num_classes not in (None, self.classes):
             raise UserError(f"the data has {self.classes} classes and the model {config.num_classes}")
         self.conditional = config.num_classes is not None
