@@ -182,7 +182,9 @@ class Draws(TorchDispatchMode):
         self.numbers.append(fresh)
         axes = [d for d in range(whole.ndim) if fresh.ndim == whole.ndim and fresh.shape[d] != whole.shape[d]]
         if len(axes) != 1 or whole.shape[axes[0]] * self.length != fresh.shape[axes[0]] * self.size:
-            raise Shared(f"the full call draws numbers of shape {tuple(whole.shape)}, a slice {tuple(fresh.shape)}")
+            raise Shared(
+                f"random numbers {tuple(fresh.shape)} of a slice are no part of the full call's {tuple(whole.shape)}"
+            )
         extent = whole.shape[axes[0]]
         outer = self.outers.get(extent, extent // self.size)
         return part(whole, Cut(axes[0], outer), self.size, self.start, self.length)

@@ -271,7 +271,7 @@ def test_the_answer_of_ranks_is_read_beside_the_device(monkeypatch: pytest.Monke
         assert torch.equal(answer, everyone)
         assert answer is not everyone
         agreement.pending = (arrived, answer, (pytree.tree_structure(((0,), {})), [0]), ())
-        with pytest.raises(RuntimeError, match="compared with rank 0, rank 1 got another 'x'"):
+        with pytest.raises(RuntimeError, match="compared with rank 0, rank 1 got other values of 'x'"):
             agreement.finish()
         assert said[-1] == "wait for the event"
         again, _ = agreement.to_host(SimpleNamespace(wait=lambda: None), everyone)

@@ -455,7 +455,7 @@ def test_two_axes_are_one(whole_world) -> None:
 
 def test_wrong_routes_are_errors() -> None:
     refused("route: expected one of direct, hierarchical, rounds, auto, or a dsp.Route, got 'ring'", dsp.Route, "ring")
-    refused("node is how many ranks of the axis share a node, got 0", dsp.Route, "rounds", node=0)
+    refused("node, the ranks of the axis on one node, must be at least 1, got 0", dsp.Route, "rounds", node=0)
     given = {"kwargs": Grid.inputs(1, 4, 4), "size": 4}
     refused(r"give route=dsp.Route\('hierarchical', node=8\)", dsp.plan, Grid(), route="hierarchical", **given)
     refused("route='auto' chooses by the links", dsp.plan, Grid(), route=dsp.Route("auto", node=2), **given)
@@ -492,7 +492,7 @@ def test_a_run_of_train_py_goes_by_the_route(run, whole_world) -> None:
 def test_a_dry_run_shows_the_route(run, capsys) -> None:
     run("dry_run=true", "parallel.sp=4", "parallel.route=rounds", "hardware.node=2")
     assert "switches over 2 nodes of 2: rounds; a rank sends in a step: within nodes" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"say what the ranks are, as hardware\.device=h100"):
+    with pytest.raises(UserError, match=r"name the hardware, as in hardware\.device=h100"):
         foreseen_route(load(["configs/demo.yaml", "parallel.route=auto"]), None)
 
 

@@ -96,7 +96,7 @@ def test_a_run_trains_what_was_chosen(trainer, whole_world, tmp_path):
 
 
 def test_nothing_fits(run):
-    with pytest.raises(UserError, match=r"nothing fits .* a rank on 2 ranks; the least that a mesh needs is"):
+    with pytest.raises(UserError, match=r"nothing fits .* a rank on 2 ranks; the most economical mesh needs"):
         auto.choose(loaded(run, *STAGES), 2, hardware(SLOW, 1000))
 
 
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_recomputed_or_shared_by_more_ranks(run):
 def test_a_dry_run_measures_nothing(run, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run("parallel=auto", "dry_run=true", expect=2)
-    assert "say what the ranks are, as hardware.device=h100" in capsys.readouterr().err
+    assert "name the hardware, as in hardware.device=h100" in capsys.readouterr().err
     run("parallel=auto", *STAGES, "dry_run=true", "hardware.device=h100")
     assert capsys.readouterr().out.startswith("parallel=auto takes the first: dp_shard=1 sp=2\n")
 

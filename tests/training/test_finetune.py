@@ -140,7 +140,7 @@ def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
     assert (theirs.config.sample_size, theirs.config.video_length) == (8, 5)
     assert same(initial.source(Toy(tmp_path / "out", **options)).state_dict(), model.state_dict())
     # what the weights do not tell stands in config.json, and is held against what is configured
-    with pytest.raises(UserError, match=r"of a model with sample_size=8 \(here 64\)"):
+    with pytest.raises(UserError, match=r"of a model with sample_size=8 \(configured: 64\)"):
         initial.source(Toy(tmp_path / "out", **{**options, "sample_size": 64}))
     wrong = Toy(tmp_path / "out", **{**options, "sample_size": 64, "depth": 4})  # num_layers of diffusers is 1 here
     with pytest.raises(UserError, match=r"of a model with depth=2 \(here 4\), .* sample_size: 8, depth: 2}}$"):

@@ -246,7 +246,7 @@ def test_stdit(monkeypatch, case, dtype, tolerance):
         ("stdit", {"final_layer.linear.bias": None}, {}, "missing: final_layer.linear.bias"),
         ("stdit", {"blocks.0.attn.q_norm.weight": 12}, {}, "unknown: blocks.0.attn.q_norm.weight"),
         ("stdit", {}, {"heads": None}, "hidden=48 is not a published size of v1; pass heads="),
-        ("stdit", {"pos_embed": (4, 48)}, {}, "pos_embed of these weights was not made with space_scale"),
+        ("stdit", {"pos_embed": (4, 48)}, {}, "pos_embed of these weights does not fit space_scale"),
     ],
 )
 def test_weights_of_another_model_are_refused(name, changes, options, message):

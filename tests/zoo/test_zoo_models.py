@@ -89,7 +89,7 @@ def test_first_size_is_the_default(monkeypatch):
         (("transformer2d", "test"), {"patch": (2, 2, 2)}, "frames are embedded one at a time"),
         (("transformer2d", "test"), {"block": "dit"}, "expected 'paper' or 'stdit'"),
         (("transformer2d", "test"), {"caption_channels": 8}, "block='paper' has no attention to text"),
-        (("latte", "test"), {"depth": 3}, "come in pairs"),
+        (("latte", "test"), {"depth": 3}, "depth=3 is odd"),
         (("stdit", "test"), {"version": "v4"}, "version='v4': expected one of 'v1', 'v2', 'v3'"),
         (("stdit", "test"), {"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         (("stdit", "test"), {"version": "v2", "hidden": 64}, "hidden=64: v2 embeds height, width and aspect ratio"),

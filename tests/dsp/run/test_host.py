@@ -255,7 +255,7 @@ def test_what_cannot_run_is_refused_in_a_sentence(mesh: DeviceMesh) -> None:
     with pytest.raises(TypeError, match=r"must be a torch.nn.Module or a pipeline of diffusers, not function"):
         dsp.parallelize(lambda x: x, mesh)  # type: ignore[arg-type]
     for stages in ({"space": ["b t [s c]"]}, {0: "b t [s c]"}):
-        with pytest.raises(dsp.NotationError, match="maps a submodule pattern to one stage string, not"):
+        with pytest.raises(dsp.NotationError, match="stages maps the path of a submodule to a pattern, a string; got"):
             dsp.parallelize(Model(), mesh, stages)  # type: ignore[arg-type]
 
 

@@ -486,7 +486,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "a batch norm inside a stage": (
         lambda: Small(NormInside()),
-        ["stage 'space'", "'norm' is a BatchNorm2d in training", "not independent along t", "Write [t]"],
+        ["stage 'space'", "'norm' is a BatchNorm2d in training", "not independent along t", "Put t in brackets"],
     ),
     "a stage that returns a size": (
         lambda: Small(Fn(counts), by_count),

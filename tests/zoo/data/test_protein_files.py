@@ -261,7 +261,7 @@ def unseen(text):
         ("1A8O.cif", row(1, lambda words: [" ".join([*words[:10], "nan", *words[11:]])]),
             "atom CA of residue MSE 151 of chain A: coordinate x 'nan' is not a number"),
         ("1A8O.cif", row(3, lambda words: [" ".join(words[:-1])]), r"_atom_site: .* values of .*: is the file cut"),
-        ("1A8O.cif", row(1, lambda words: [" ".join(words)] * 3), "atom CA of residue MSE 151 of chain A repeats"),
+        ("1A8O.cif", row(1, lambda words: [" ".join(words)] * 3), "CA of residue MSE 151 of chain A is listed twice"),
         ("1A8O.cif", lambda text: text + text, "2 data blocks; expected one"),
         ("1A8O.cif", lambda text: text[:2000], "no _atom_site table: is the file cut off|cut off"),
         ("1A8O.pdb", lambda text: text[: text.index("CA  GLY A 156") + 27], r"line \d+: an atom record cut off"),
