@@ -73,10 +73,10 @@ def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
         ([f"init.weights={tmp_path / 'none'}"], "no such file or folder (nothing is downloaded)"),
         (
             [f"init.weights={out}", "model.overrides.hidden=24"],
-            "of a model with hidden=48 (here 24). Write model: "
+            "of a model with hidden=48 (configured: 24). Write model: "
             "{name: transformer2d, size: test, overrides: {in_channels: 1, num_classes: 10, hidden: 48}}",
         ),
-        ([f"init.weights={out}", "model.overrides.in_channels=3"], "of a model with in_channels=1 (here 3)"),
+        ([f"init.weights={out}", "model.overrides.in_channels=3"], "of a model with in_channels=1 (configured: 3)"),
         ([f"init.weights={tmp_path / 'noise.safetensors'}"], "not readable as safetensors"),
     ):
         (tmp_path / "noise.safetensors").write_bytes(b"noise")
@@ -103,7 +103,7 @@ def test_an_export_knows_what_its_model_predicts(run, capsys):
         assert not torch.equal(euler(model, noise, 3, label=label, predicts_clean=not model.predicts_clean), drawn)
     capsys.readouterr()
     run("name=wrong", *SHORT, f"init.weights={first.parent / 'clean/export'}", expect=2)
-    said = "were trained with objective.prediction=clean (here velocity). Write objective: {prediction: clean}"
+    said = "were trained with objective.prediction=clean (configured: velocity). Write objective: {prediction: clean}"
     assert said in capsys.readouterr().err
     with pytest.raises(ValueError, match="is not an export: expected model"):
         zoo.from_export(first)
@@ -143,7 +143,7 @@ def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"of a model with sample_size=8 \(configured: 64\)"):
         initial.source(Toy(tmp_path / "out", **{**options, "sample_size": 64}))
     wrong = Toy(tmp_path / "out", **{**options, "sample_size": 64, "depth": 4})  # num_layers of diffusers is 1 here
-    with pytest.raises(UserError, match=r"of a model with depth=2 \(here 4\), .* sample_size: 8, depth: 2}}$"):
+    with pytest.raises(UserError, match=r"of a model with depth=2 \(configured: 4\), .* sample_size: 8, depth: 2}}$"):
         initial.refuse_described(wrong)
     (tmp_path / "out" / "config.json").unlink()
     for overrides in (options, {**options, "heads": asdict(model.config)["heads"]}):

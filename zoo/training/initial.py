@@ -113,7 +113,7 @@ def refuse_other_prediction(config: Any) -> None:
     theirs = objective.get("prediction")
     if ours and theirs and ours != theirs and objective["name"] == config.objective.name:
         raise UserError(
-            f"init.weights={path} were trained with objective.prediction={theirs} (here {ours}). "
+            f"init.weights={path} were trained with objective.prediction={theirs} (configured: {ours}). "
             f"Write objective: {{prediction: {theirs}}}"
         )
 
