@@ -132,4 +132,4 @@ def test_a_run_reports_video_metrics(trainer, folder, tmp_path, monkeypatch, cap
     assert found["frechet_video_distance"] > 0
     assert "Fréchet video distance" in capsys.readouterr().out
     runs("name=other", *options, "sample.features=/nowhere", expect=2)
-    assert "sample.features: /nowhere: no folder of a VideoMAE" in capsys.readouterr().err
+    assert "sample.features: /nowhere: not the folder of a VideoMAE" in capsys.readouterr().err
