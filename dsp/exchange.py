@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -343,11 +343,6 @@ class SwitchPlan:
         parts = [part.permute(self.kept) for part in parts]
         room = None if room is None else room.permute(self.kept)
         return torch.cat(parts, self.kept.index(self.src), out=room).contiguous().permute(inverse(self.kept))
-
-
-def by_value(count: int, of: Sequence[int]) -> list[list[int]]:
-    """Tensors grouped by the value that they are pieces of, `of[i]`; without `of`, each tensor is a group."""
-    return [list(same) for _, same in groupby(range(count), of.__getitem__ if of else None)]
 
 
 class JointPlan:

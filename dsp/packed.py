@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsp.exchange import InUnits, by_value, exchanged, joint_plan, packed
+from dsp.exchange import InUnits, exchanged, joint_plan, packed
 from dsp.formats import Format
+from dsp.sent import by_value
 from dsp.wire import SAME, format_of
 
 

@@ -38,34 +38,39 @@ def fork(axis: Axis) -> Any:
 
 def share(axis: Axis) -> Any:
     """Begin random numbers that are the same on all ranks, by a seed of rank 0, until `unshare` gets the token."""
-    before = _states(axis)
+    before = states(axis)
     drawn = torch.randint(2**62, (1,), device="cuda" if len(before) > 1 else "cpu")
     dist.broadcast(drawn, group=axis.mesh.get_group(), group_src=0)
     after = _begin(axis, int(drawn))
-    return axis, before, after, _states(axis)
+    return axis, before, after, states(axis)
 
 
 def unshare(token: Any) -> None:
     """End what `share` began. If nothing was drawn, the default generator is left as it was before."""
     axis, before, after, begun = token
-    join(before if all(map(torch.equal, _states(axis), begun)) else after)
+    join(after if drew(axis, begun) else before)
 
 
 def _begin(axis: Axis, value: int) -> tuple[Tensor, ...]:
-    states = _states(axis)
+    before = states(axis)
     torch.default_generator.manual_seed(value)
-    if len(states) > 1:
+    if len(before) > 1:
         torch.cuda.manual_seed(value)
-    return states
+    return before
 
 
-def _states(axis: Axis) -> tuple[Tensor, ...]:
+def states(axis: Axis) -> tuple[Tensor, ...]:
     """The states of the default generators: of the CPU and, if the ranks have GPUs, of the GPU."""
     own = torch.get_rng_state()
     return (own, torch.cuda.get_rng_state()) if axis.mesh.device_type == "cuda" else (own,)
 
 
-def join(states: tuple[Tensor, ...]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
+def drew(axis: Axis, before: tuple[Tensor, ...]) -> bool:
+    """Tell whether random numbers were drawn since the default generators had these states."""
+    return not all(map(torch.equal, states(axis), before))
+
+
+def join(before: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(before[0])
+    for state in before[1:]:
         torch.cuda.set_rng_state(state)

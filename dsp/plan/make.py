@@ -23,14 +23,27 @@ from dsp.plan.events import Trace
 from dsp.plan.overlap import Overlaps
 from dsp.plan.program import Program
 from dsp.plan.reads import traced
-from dsp.plan.solve import Goal, solved, travelling
+from dsp.plan.solve import Goal, solved
 from dsp.plan.table import Plan
 from dsp.plan.traffic import PlannedTraffic, of_links
+from dsp.planner import Packed, Value
 from dsp.routes import Route
 from dsp.stages import Stage, declared
-from dsp.wire import SAME, Wire, permitted
+from dsp.wire import AS_IT_IS, SAME, Wire, format_for, permitted
 
 WORTH = 0.03  # the share of a step that fewer bits have to save
+
+
+def travelling(t: Trace, wire: Wire) -> Trace:
+    """A trace whose values switch in the formats of `wire`."""
+
+    def packed(value: Value, name: str) -> Packed:
+        form = format_for(name, value.real, value.itemsize)
+        return None if form is None else form.nbytes
+
+    if wire == AS_IT_IS:
+        return t
+    return replace(t, values=[replace(v, packed=(packed(v, wire.forward), packed(v, wire.backward))) for v in t.values])
 
 
 def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:

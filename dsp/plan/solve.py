@@ -12,10 +12,10 @@ import torch
 
 from dsp.layout import Cut
 from dsp.plan.events import Event, Execution, Passing, Trace
-from dsp.planner import Choice, Infeasible, Op, Packed, Problem, Solution, Value, chunk_sizes, length, solve
+from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
 from dsp.stages import Stage
 from dsp.text import Moving
-from dsp.wire import AS_IT_IS, Wire, format_for
+from dsp.wire import AS_IT_IS, Wire
 
 if TYPE_CHECKING:
     from dsp.hardware import Hardware
@@ -57,18 +57,6 @@ class Goal:
     def wire(self) -> Wire:
         """The formats in which switches travel; if several are permitted, the exact one."""
         return self.permits[0]
-
-
-def travelling(t: Trace, wire: Wire) -> Trace:
-    """A trace whose values switch in the formats of `wire`."""
-
-    def packed(value: Value, name: str) -> Packed:
-        form = format_for(name, value.real, value.itemsize)
-        return None if form is None else form.nbytes
-
-    if wire == AS_IT_IS:
-        return t
-    return replace(t, values=[replace(v, packed=(packed(v, wire.forward), packed(v, wire.backward))) for v in t.values])
 
 
 class Decision(NamedTuple):

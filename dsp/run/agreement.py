@@ -157,7 +157,7 @@ class Agreement:
 
     def __init__(self, axis: Axis, positional: list[str], model: nn.Module) -> None:
         self.axis, self.positional, self.group = axis, positional, axis.mesh.get_group()
-        self.model, self.calls = model, 0
+        self.model, self.calls, self.due = model, 0, False  # due: this call compares the weights
         self.device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
         self.pending: Any = None
         self.aside: Any = None  # on CUDA: a stream, and the pinned host memory that it copies into
@@ -173,11 +173,12 @@ class Agreement:
     def start(self, leaves: list[Any], spec: Any, number: int, *, wait: bool) -> None:
         """Start to compare the inputs, given as leaves and spec; `number`: a hash of everything else to compare."""
         if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.due = False
             return  # a CUDA graph is being captured: earlier calls have compared what it replays
         self.finish()
         self.calls += 1
-        due = self.calls & (self.calls - 1) == 0 or self.calls % EVERY == 0
-        weights = replicated(self.axis, self.model) if due else []
+        self.due = self.calls & (self.calls - 1) == 0 or self.calls % EVERY == 0
+        weights = replicated(self.axis, self.model) if self.due else []
         if float in map(type, leaves):  # no signature has their values
             number ^= zlib.crc32(repr([v for v in leaves if type(v) is float]).encode())
         checked = [i for i, v in enumerate(leaves) if compared(v)]

@@ -41,6 +41,7 @@ class Run(Lookup):
         self.axis, self.root_sizes = axis, root_sizes
         self.sizes_key = tuple(root_sizes.items())
         self.began = False  # whether a stage has returned
+        self.watches = False  # whether stages that draw no random numbers by the plan are checked
         self.in_stage: InStage | None = None
         self.again = False  # whether this is the recomputation of an activation checkpoint
         self.in_function = False  # whether this is the backward of an autograd.Function: it may not record a backward

@@ -26,7 +26,7 @@ from dsp.moves import Part
 from dsp.notation import NotationError, TensorPattern
 from dsp.plan.script import PlannedNode, StageStep, Via, key_of_stage
 from dsp.private import saving_hooks
-from dsp.randomness import fork, join
+from dsp.randomness import drew, fork, join, states
 from dsp.run.forward import Given, InStage, Run
 from dsp.run.lookup import NUMBERS, InTurn, NoKey
 from dsp.run.whole import note_checkpoint
@@ -135,8 +135,9 @@ class StageCalls:
         args, kwargs = list(args), dict(kwargs)
         for slot, local in zip(decision.slots, locals_):
             (args if type(slot) is int else kwargs)[slot] = local
+        random = fork(self.axis) if decision.draws else states(self.axis) if run.watches else None
         run.in_stage = InStage(
-            stage, decision, place, fork(self.axis) if decision.draws else None,
+            stage, decision, place, random,
             [Given(t, s, x, y, c, version(y)) for t, s, x, y, c in zip(tensors, shells, parts, locals_, cuts)],
         )  # fmt: skip
         if run.pieces is not None:
@@ -224,7 +225,7 @@ class StageCalls:
         run.in_stage, pieces, run.pieces = None, run.pieces, None
         try:
             if inside.random is not None:
-                join(inside.random)
+                self.drawn(run, inside)
             error = sys.exc_info()[1]
             if output is None and error is not None:  # the stage raised: only clean up
                 if pieces is not None:
@@ -246,6 +247,14 @@ class StageCalls:
             return made
         finally:
             run.mode.resume()
+
+    def drawn(self, run: Run, inside: InStage) -> None:
+        """End a rank's own random numbers; note a stage that draws some although it drew none when it was planned."""
+        decision = inside.decision
+        if decision.draws:
+            join(inside.random)
+        elif decision.step is not None and not decision.step.random and drew(self.axis, inside.random):
+            run.unknown = run.unknown or ("stage", decision.node.index, inside.stage.name)
 
     def before_switching(self, run: Run) -> None:
         """Called once in a forward, before the results of its first stage are switched."""

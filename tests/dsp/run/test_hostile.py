@@ -145,6 +145,29 @@ def test_dropouts_that_begin_to_drop(mesh: DeviceMesh, off: str) -> None:
         assert (z == z[:, :1]).all(), "two ranks drew two masks"
 
 
+class Rate(nn.Module):
+    """Dropout at a rate that is no module's, so that nothing shows when it rises."""
+
+    p = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.p)
+
+
+def test_a_rate_of_the_users_own_that_rises_from_zero(mesh: DeviceMesh) -> None:
+    """It is found in the calls in which the ranks compare their weights; the call after it has another plan."""
+    model = Drops()
+    model.own, model.all = Rate(), Rate()
+    model, x, v = dsp.parallelize(model, mesh), torch.ones(32, 6), torch.ones(32, 1)
+    for call in range(1, 12):
+        model.own.p = model.all.p = 0.0 if call < 3 else 0.5
+        torch.manual_seed(0 if call < 5 else mesh.get_local_rank())
+        y, z = model(x, v)
+        drawn_alike = torch.equal(y[:, :3], y[:, 3:])
+        assert drawn_alike == (call < 5), call  # the fourth call finds it
+        assert (z == z[:, :1]).all(), "two ranks drew two masks"
+
+
 @pytest.mark.parametrize("mesh", [3])
 def test_a_hook_on_a_gradient_sees_that_of_one_process(mesh: DeviceMesh) -> None:
     single = SpaceTime(hooked).double()
