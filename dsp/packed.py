@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from dsp.exchange import InUnits, exchanged, joint_plan, packed
 from dsp.formats import Format
-from dsp.sent import by_value
 from dsp.wire import SAME, format_of
+
+
+def by_value(count: int, of: Sequence[int]) -> list[list[int]]:
+    """Tensors grouped by the value that they are pieces of, `of[i]`; without `of`, each tensor is a group."""
+    return [list(same) for _, same in groupby(range(count), of.__getitem__ if of else None)]
 
 
 def switch_packed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from dsp.collectives import added_in
 from dsp.exchange import Dealt, InUnits, joint_plan, ranks, switch_plan
 from dsp.legs import DIRECT, Listed, ways_of
+from dsp.packed import by_value
 from dsp.planner import chunk_sizes
 from dsp.wire import SAME, format_of
 
@@ -64,11 +64,6 @@ def to_each(x: Tensor, dst: int, group: str, pieces: Sequence[int] = ()) -> list
     size = x.shape[dst]
     parts = chunk_sizes(tuple(pieces) or size, n)
     return [x.numel() * part // max(size, 1) * (r != rank) for r, part in enumerate(parts)]
-
-
-def by_value(count: int, of: Sequence[int]) -> list[list[int]]:
-    """Tensors grouped by the value that they are pieces of, `of[i]`; without `of`, each tensor is a group."""
-    return [list(same) for _, same in groupby(range(count), of.__getitem__ if of else None)]
 
 
 def in_format(wire: str, dtype: torch.dtype, numbers: Sequence[int]) -> int:
