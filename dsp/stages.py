@@ -227,6 +227,11 @@ def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, 
         if not matched:
             raise NotationError(_unmatched(pattern, list(modules), type(model).__name__))
         for name in matched:
+            if type(modules[name]) in (nn.ModuleList, nn.ModuleDict):
+                kind = type(modules[name]).__name__
+                raise NotationError(
+                    f"stage key {pattern!r} names a {kind}, which is not called itself; write '{pattern}.*'"
+                )
             *_, other = found.setdefault(id(modules[name]), (name, modules[name], text))
             if other != text:
                 raise NotationError(

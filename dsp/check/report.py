@@ -64,7 +64,7 @@ class Report:
                 f"  gradients: {len(self.gradients) - zeros} tensors{f' ({zeros} more always zero)' if zeros else ''}, "
                 f"largest error {self.gradients[worst_grad]:.1e} ({worst_grad})"
             )
-        if self.modes:
+        if self.modes and not self.problems:
             sizes = f" at each size ({'; '.join(self.sizes)})" if self.sizes else ""
             lines.append(f"  runs: {number_of(self.calls, 'call')} in each mode ({', '.join(self.modes)}){sizes}")
         lines += [f"  problem: {p}" for p in self.problems]

@@ -145,7 +145,10 @@ def of_stage(row: StageRow, stage: Stage, step: Decision, loads: Loads) -> Stage
     """The row, with the dims that the stage computes over, other dims to shard it along, and its share of all FLOPs."""
     order = dict.fromkeys(x for p in stage.pattern.inputs for x in p.names if x in p.computed)
     free = tuple(dict.fromkeys(c.execution.option.name for c in step.op.choices if apart(c)))
-    return replace(row, computes=tuple(order), free=free, part=loads.flops[step.at] / max(sum(loads.flops), 1))
+    short = tuple(name for name in stage.pattern.free if not is_batch(name) and name not in free)
+    return replace(
+        row, computes=tuple(order), free=free, short=short, part=loads.flops[step.at] / max(sum(loads.flops), 1)
+    )
 
 
 def apart(choice: Choice) -> bool:

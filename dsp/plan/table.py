@@ -60,6 +60,7 @@ class StageRow:
     share: float = 1.0  # its largest tensor on a rank, over the longest tensor on one process
     line: str = ""  # the line of the user's code that ran it first, as "model.py:37"
     free: tuple[str, ...] = ()  # the dims along which it could be sharded, without batch
+    short: tuple[str, ...] = ()  # the dims outside brackets along which it cannot, at these sizes
     part: float = 1.0  # its share of all FLOPs of one process
 
 
@@ -242,6 +243,12 @@ class Plan:
         cost = f" ({human(sent)} a rank gathered for that)" if sent else ""
         if calls and not any(r.free or r.layout not in (None, *BATCH_NAMES) for r in calls):
             how = "whole on every rank" if whole else "on its part of the batch, as data parallelism would"
+            if short := ", ".join(dict.fromkeys(name for r in calls for name in r.short)):
+                return (
+                    f"DSP does not help at these sizes, because {short} cannot be sharded: such a dim has one element, "
+                    f"or is in a fold that {self.size} ranks would tear. So each stage runs {how}{cost}: give longer "
+                    "inputs"
+                )
             return (
                 f"DSP does not help this model: no stage leaves a dim but batch to shard, so each runs {how}{cost}, "
                 "and no memory is saved. Attention can be sharded along its heads (as in Ulysses) if they are a dim of "
@@ -308,7 +315,7 @@ class Plan:
         if self.hardware is not None:
             foot += self._timing(self.hardware)
         foot += [self.advice] if self.advice else []
-        foot += self._idle()
+        foot += self.idle
         if self.reads:
             foot.append(f"planned from one run on these inputs, for this forward {self.reads}")
         if not self.exact:
@@ -354,7 +361,9 @@ class Plan:
             ),
         ]
 
-    def _idle(self) -> list[str]:
+    @property
+    def idle(self) -> list[str]:
+        """A sentence for each dim that is too short to give all ranks a part of some stages."""
         found: dict[tuple[int, str], dict[str, None]] = {}
         for r in self.stages:
             if r.idle and r.layout is not None:

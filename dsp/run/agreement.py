@@ -255,8 +255,8 @@ class Agreement:
         raise RuntimeError(
             "the ranks of one sequence-parallel group hold different inputs: compared with rank 0, "
             f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} got {got}. Whole inputs must be the same on every "
-            "rank of the group: derive the data seed from the data-parallel rank, not from the global rank, or pass "
-            "sharded DTensors"
+            "rank of the group: set one seed on all of them, as by torch.manual_seed(0), and derive a data seed from "
+            "the data-parallel rank, not from the global rank; or pass sharded DTensors"
         )
 
 

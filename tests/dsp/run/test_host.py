@@ -257,6 +257,25 @@ def test_what_cannot_run_is_refused_in_a_sentence(mesh: DeviceMesh) -> None:
     for stages in ({"space": ["b t [s c]"]}, {0: "b t [s c]"}):
         with pytest.raises(dsp.NotationError, match="stages maps the path of a submodule to a pattern, a string; got"):
             dsp.parallelize(Model(), mesh, stages)  # type: ignore[arg-type]
+    with pytest.raises(dsp.NotationError, match=r"'layers' names a ModuleList, .* write 'layers.\*'"):
+        dsp.parallelize(Listed(), mesh, {"layers": "b t [s c]"})
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+
+
+@pytest.mark.parametrize("mesh", [3])
+def test_ranks_without_a_part_are_told_of_once(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Model(), mesh)
+    with Heard() as heard:
+        for _ in range(2):
+            model(inputs()[:, :2])
+    told = [said for said in heard.texts if "have nothing to do" in said]
+    expected = ["1 of 3 ranks have nothing to do in space: 't' is too short for them"]
+    assert told == expected * (mesh.get_local_rank() == 0)
 
 
 def test_an_argument_that_a_stage_does_not_mention_is_named(mesh: DeviceMesh) -> None:

@@ -599,6 +599,9 @@ def test_a_model_that_dsp_cannot_help_is_told_so() -> None:
     plan = dsp.plan(OneSequence(), x[:1], size=2, stages=mixed, gather_output=False)
     assert "2 stage calls run whole on every rank" in plan.advice
     assert "gathered for that" in plan.advice
+    short = dsp.plan(SpaceTime(lambda m, x: m.time(m.space(x))), torch.randn(1, 1, 1, C), size=2, gather_output=False)
+    assert "DSP does not help at these sizes, because t, s cannot be sharded" in short.advice
+    assert "give longer inputs" in short.advice
     # the heads apart: two switches a block, as Ulysses does, and nothing to say
     apart = {"": "x=b s c", "blocks.*.core": "b h [s d], b h [s d], b h [s d] -> b h [s d]"}
     plan = dsp.plan(OneSequence(), x[:1], size=2, stages=apart, gather_output=False)
