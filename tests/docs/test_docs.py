@@ -100,11 +100,8 @@ def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
         path.write_text(fixed)
 
 
-LONGER = [
-    path
-    for path in PAGES
-    if path.stem in "diffusers embedded hybrids megatron planning sizing adding fold-long check inputs transformers".split()
-]
+LATE = "diffusers embedded hybrids megatron planning sizing adding fold-long check inputs transformers".split()
+LONGER = [path for path in PAGES if path.stem in LATE]
 RUN = [path for path in ALL if path not in (*LONGER, *FRAMEWORKS)]
 
 
