@@ -61,8 +61,9 @@ def direct_coupling_analysis(arguments: Sequence[str]) -> int:
     dca = user_error(import_module, "zoo.training.show.dca")  # Biopython comes with an extra
     parser = Parser(prog="infer.py --dca", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     dca.arguments(parser)
-    for path in dca.run(checked(parser.parse_args(arguments))):
-        print(f"wrote {path}")
+    options = checked(parser.parse_args(arguments))
+    before = set(options.out.glob("*"))
+    say_written(dca.run(options), before)
     return 0
 
 

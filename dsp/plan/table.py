@@ -315,7 +315,7 @@ class Plan:
         if self.hardware is not None:
             foot += self._timing(self.hardware)
         foot += [self.advice] if self.advice else []
-        foot += self.idle
+        foot += self.idle()
         if self.reads:
             foot.append(f"planned from one run on these inputs, for this forward {self.reads}")
         if not self.exact:
@@ -361,12 +361,12 @@ class Plan:
             ),
         ]
 
-    @property
-    def idle(self) -> list[str]:
-        """A sentence for each dim that is too short to give all ranks a part of some stages."""
+    def idle(self, least: float = 0) -> list[str]:
+        """A sentence for each dim that is too short to give all ranks a part of some stages; `least`: the least share
+        of idle ranks."""
         found: dict[tuple[int, str], dict[str, None]] = {}
         for r in self.stages:
-            if r.idle and r.layout is not None:
+            if r.idle > 0 and r.idle >= least * self.size and r.layout is not None:
                 found.setdefault((r.idle, r.layout), {})[generic(r.name)] = None
         return [
             f"{idle} of {self.size} ranks have nothing to do in {', '.join(names)}: {along!r} is too short for them"

@@ -440,8 +440,8 @@ class FullRuntime(Runtime):
         more = paths_to(t.left, self.model, args, kwargs) if t.left else []
         self.kept += [path for path in more if path not in self.kept]
         plan = self.solve(t)
-        if plan.idle and self.axis.rank == 0 and not self.entries:
-            log.warning(". ".join(plan.idle))
+        if (idle := plan.idle(1 / 3)) and self.axis.rank == 0 and not self.entries:
+            log.warning(". ".join(idle))
         if plan.advice and self.axis.rank == 0 and not self.entries:
             better = remedy(self.root, t, plan, lambda named: self.solve(self.traced(named, args, kwargs)))
             self.advice = replace(plan, remedy=better).advice

@@ -96,7 +96,7 @@ class ContactMap:
         pen.text((left, top - 14), self.title, fill=INK, font=ImageFont.load_default(size=25), anchor="ls")
         x, y, near = left, top + side + 24, RANGES["short"][0]
         keys = (
-            [(HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked"), (NEAR, f"nearer than {near}")]
+            [(HIT, "right"), (MISS, "wrong"), (OVERLOOKED, "overlooked"), (NEAR, f"fewer than {near} residues apart")]
             if self.known
             else [(LIKELY, "predicted")]
         )

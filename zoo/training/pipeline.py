@@ -29,6 +29,7 @@ from zoo.training.show.clips import decode
 from zoo.training.show.options import checked
 from zoo.training.show.video import FORMATS, Stopwatch, write
 from zoo.training.together import together
+from zoo.training.tracking import number_of
 from zoo.training.use import asked, progress, say_written, wire_option
 from zoo.video import published
 from zoo.video.codec import Autoencoder, TextEncoder
@@ -256,8 +257,9 @@ def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
         folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift, branches=options.branches,
         wire=options.wire,
     )  # fmt: skip
-    before = set(options.out.glob("*"))
+    before, size = set(options.out.glob("*")), f"{options.frames} frames of {options.height} x {options.width}"
     try:
+        ranks.say(f"drawing {number_of(len(options.prompt), 'clip')}, {size}, in {options.steps} steps")
         pipe.run(options, progress())
         ranks.say(f"took {pipe.account}")
         say_written(pipe.files, before)

@@ -138,8 +138,8 @@ def agree(configs: Sequence[Mapping[str, Any]], errors: Sequence[str | None]) ->
 
 
 def say(text: str) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
+    """Print on rank 0, or in a process alone."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from zoo.training import config as cfg
 from zoo.training.model import initialize
 from zoo.training.task import Infer, Task
 from zoo.training.tracking import duration, names_of
+
+NAMED = 12  # files that are named one by one, at most
+QUIET = 20  # seconds between two lines on progress, if stderr is no terminal
 
 
 def locate(path: Path) -> tuple[Path, Path, int | None]:
@@ -72,20 +75,30 @@ def load_model(
     return predictor.eval()
 
 
-def say_written(files: Iterable[Path], before: Collection[Path]) -> None:
-    """Say of each file that it was written, or that it replaced one that was there before."""
+def say_written(files: Sequence[Path], before: Collection[Path]) -> None:
+    """Say of each file that it was written, or that it replaced one that was there before; of many, how many."""
+    if len(files) > NAMED:
+        again = sum(path in before for path in files)
+        replaced = f", of which {again} replaced one" if again else ""
+        ranks.say(f"wrote {len(files)} files to {files[0].parent}{replaced}")
+        return
     for path in files:
         ranks.say(f"{'replaced' if path in before else 'wrote'} {path}")
 
 
 def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:
-    """A function that shows the progress of a long job, in a line on a terminal."""
-    began, shown = clock(), sys.stderr.isatty() and dist.get_rank() == 0
+    """A function that shows the progress of a long job on rank 0: in one line on a terminal, else now and then."""
+    began = told = clock()
+    first, terminal = dist.get_rank() == 0, sys.stderr.isatty()
 
     def on_step(step: int, steps: int) -> None:
-        if shown:
-            left = duration((clock() - began) / step * (steps - step))
-            print(f"\r{step}/{steps}  {left} left ", end="\n" if step == steps else "", file=sys.stderr, flush=True)
+        nonlocal told
+        now = clock()
+        if not first or not (terminal or now - told > QUIET):
+            return
+        told, left = now, duration((now - began) / step * (steps - step))
+        begin, end = ("\r", "\n" if step == steps else "") if terminal else ("", "\n")
+        print(f"{begin}{step}/{steps}  {left} left ", end=end, file=sys.stderr, flush=True)
 
     return on_step
 

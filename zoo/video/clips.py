@@ -82,7 +82,8 @@ def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple
                 raise ClipError(f"{table}, line {line}: {name} has another caption already")
             texts[name] = text
         skipped += [f"{name}: a caption without a video under {root}" for name in texts if name not in paths]
-    skipped += [f"{name}: no caption" for name in paths if not texts.get(name)]
+    missing = "no caption" if table else "no caption in a .txt of its name"
+    skipped += [f"{name}: {missing}" for name in paths if not texts.get(name)]
     found = {name: texts[name] for name in paths if texts.get(name)}
     if not found:
         raise ClipError(
@@ -99,10 +100,14 @@ def choose(video: Video, buckets: Sequence[Bucket]) -> Bucket | None:
 
     def rank(bucket: Bucket) -> tuple[float, ...]:
         aspect = abs(log(video.width * bucket.height / (video.height * bucket.width)))
-        enlarged = max(1.0, bucket.height / video.height, bucket.width / video.width)
-        return (round(aspect, 3), -bucket.frames, enlarged, -bucket.height * bucket.width)
+        return (round(aspect, 3), -bucket.frames, enlarged(video, bucket), -bucket.height * bucket.width)
 
     return min((b for b in buckets if _length(video, b.fps) >= b.frames), key=rank, default=None)
+
+
+def enlarged(video: Video, bucket: Bucket) -> float:
+    """By what factor the pictures of a video are enlarged for a bucket; 1 if they are not."""
+    return max(1.0, bucket.height / video.height, bucket.width / video.width)
 
 
 def cut(name: str, video: Video, caption: str, bucket: Bucket) -> Iterator[Source]:

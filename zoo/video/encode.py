@@ -27,7 +27,7 @@ from zoo.training import UserError, ranks, user_error
 from zoo.training.loader import ahead
 from zoo.training.together import together
 from zoo.training.tracking import duration
-from zoo.video.clips import Bucket, ClipError, Source, sources
+from zoo.video.clips import Bucket, ClipError, Source, enlarged, sources
 from zoo.video.codec import Autoencoder, CodecError, TextEncoder
 
 PATIENCE = timedelta(days=30)  # the first rank scans a large folder, and shares of clips end at different times
@@ -116,6 +116,9 @@ def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) ->
     wanted, skipped = sources(options.clips, options.captions, buckets, options.clips_per_video)
     for line in skipped:
         print(f"skipped {line}", flush=True)
+    grown = [factor for source in wanted if (factor := enlarged(source.video, source.bucket)) > 1.01]
+    if grown:
+        print(f"{len(grown)} of {len(wanted)} clips are enlarged to their bucket, up to {max(grown):.1f} times")
     if skipped and options.strict:
         raise ClipError(f"--strict: {len(skipped)} files or captions cannot be used; the first is {skipped[0]}")
     if long := too_long(wanted, text):

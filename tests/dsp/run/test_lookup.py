@@ -106,7 +106,7 @@ class Weighed(nn.Module):
 
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_what_a_stage_returns_as_it_was_given_is_read_whole_where_it_is_whole(mesh: DeviceMesh) -> None:
-    inputs = torch.randn(2, 4, 7, toys.C, dtype=torch.float64), torch.rand(2, 7, dtype=torch.float64)
+    inputs = torch.randn(2, 5, 7, toys.C, dtype=torch.float64), torch.rand(2, 7, dtype=torch.float64)
     with Heard() as heard:
         exact(Weighed().double(), mesh, inputs, rounds=3)
     assert heard.texts == []

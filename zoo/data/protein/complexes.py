@@ -106,7 +106,8 @@ def _stranger(alignment: Alignment, protein: Protein, places: dict[int, np.ndarr
     chain = protein.chains[protein.asym_id[places[nearest][0, 0]]]
     return (
         f"{alignment.source} is of another protein than {protein.name}, chain {chain}: "
-        f"{describe_difference(alignment.query, sequences[nearest])}"
+        f"{describe_difference(alignment.query, sequences[nearest])}. Rename or move it, if it is not meant for this "
+        "structure"
     )
 
 

@@ -9,7 +9,7 @@ the extra `protein`.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +26,13 @@ RESIDUES, ROWS = 56, 512
 STORED = [ATOMS.index(name) for name in ("N", "CA", "C", "CB")]  # without O, which is not in the package
 
 
-def write_families(folder: Path, families: int, *, residues: int = RESIDUES, rows: int = ROWS) -> None:
+def write_families(
+    folder: Path, families: int, *, residues: int = RESIDUES, rows: int = ROWS,
+    on_family: Callable[[int], None] = lambda count: None,
+) -> None:  # fmt: skip
     """Write structures of one chain, of which every residue was seen, and their alignments.
 
-    ValueError: there are not so many structures.
+    on_family: called with the number of families written so far. ValueError: there are not so many structures.
     """
     source, written = PottsFamilies(families=1 << 20, residues=residues, rows=rows), set[str]()
     if families > (most := sum(len(p.chains) == 1 and bool(p.contact_atoms()[1].all()) for p in source.structures)):
@@ -46,6 +49,7 @@ def write_families(folder: Path, families: int, *, residues: int = RESIDUES, row
         write_structure(folder / f"{name}.cif", protein, atoms, np.zeros(residues), [ATOMS[i] for i in STORED])
         write_alignment(folder / f"{name}.a3m", protein)
         written.add(name)
+        on_family(len(written))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,8 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--families", type=int, default=40, help="how many (default 40)")
     options = parser.parse_args(arguments)
 
+    def say(count: int) -> None:
+        if count % 10 == 0:
+            print(f"{count} of {options.families} families", flush=True)
+
     def work() -> Iterator[str]:
-        user_error(write_families, options.dir, options.families)
+        user_error(write_families, options.dir, options.families, on_family=say)
         yield f"{options.families} structures, and the alignment of each, to {options.dir}"
 
     return command(work)

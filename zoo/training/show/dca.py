@@ -53,7 +53,7 @@ def run(options: Namespace) -> list[Path]:
     if not written:
         raise UserError(f"none of {len(given)} proteins has couplings; the first: {skipped[0]}")
     if len(measured) > 1:
-        print(f"mean; {words(average(measured))}")
+        print(f"mean of {len(measured)}: {words(average(measured))}")
     return written
 
 
