@@ -107,14 +107,15 @@ def launched(command, **how):
 
 
 class Heard(logging.Handler):
-    """The warnings of the library."""
+    """The warnings of the library; idle: those of ranks that have no part of some stages, as tiny sizes give."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
-        self.texts = []
+        self.texts, self.idle = [], []
 
     def emit(self, record):
-        self.texts.append(record.getMessage())
+        text = record.getMessage()
+        (self.idle if "have nothing to do" in text else self.texts).append(text)
 
     def __enter__(self):
         logging.getLogger("dsp").addHandler(self)

@@ -13,6 +13,7 @@ from tests.support.runs import Runs
 from tests.support.slow import slow
 from zoo.training import UserError
 from zoo.training.show.options import checked
+from zoo.training.use import progress, say_written
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,24 @@ def test_samples_do_not_depend_on_the_ranks(run, tmp_path, whole_world, options,
         assert one[0].size == (66 + 2 + 66, 66 + 14)
     for a, b in zip(one, four):
         assert max(high for _, high in [ImageChops.difference(a, b).getextrema()]) <= 2
+
+
+def test_many_files_are_counted_and_few_are_named(tmp_path, capsys):
+    files = [tmp_path / f"{i}.csv" for i in range(13)]
+    say_written(files[:2], {files[1]})
+    say_written(files, {files[1]})
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote {files[0]}", f"replaced {files[1]}", f"wrote 13 files to {tmp_path}, of which 1 replaced one",
+    ]  # fmt: skip
+
+
+def test_progress_is_told_now_and_then_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    clock = iter([0.0, 5.0, 30.0, 40.0, 60.0])
+    on_step = progress(lambda: next(clock))
+    for step in range(1, 5):
+        on_step(step, 4)
+    assert capsys.readouterr().err.splitlines() == ["2/4  0:30 left ", "4/4  0:00 left "]
 
 
 def test_a_checkpoint_of_choice(run, tmp_path, capsys):

@@ -180,6 +180,9 @@ def test_an_alignment_is_found_beside_its_structure_or_given(run, tmp_path, caps
     assert "3 of 3 rows" in capsys.readouterr().out
     assert infer(run, structure, given, "--rows", 2, "--out", tmp_path / "out") == 0
     assert "2 of 4 rows" in capsys.readouterr().out
+    other = alignment(tmp_path / "query.a3m", sequence, "-" + sequence[1:])
+    assert infer(run, structure, other, "--out", tmp_path / "out") == 0
+    assert "query.a3m: predicted alone; the name of a structure's alignment begins" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def keeps_its_word(mesh: DeviceMesh, model: nn.Module, x: Tensor) -> tuple[dsp.P
                 model(x)
     word = next(iter(model.forward.__self__.entries.values())).plan.script.planned_counts.phases["forward"]
     assert (comm.forward.bytes.total(), comm.forward.calls.total()) == (word.bytes, word.calls)
-    assert [said for said in heard.texts if "have nothing to do" not in said] == []
+    assert heard.texts == []
     busiest = torch.tensor(word.bytes)
     torch.distributed.all_reduce(busiest, torch.distributed.ReduceOp.MAX, mesh.get_group())
     return plan, busiest, word.calls

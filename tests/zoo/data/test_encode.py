@@ -24,7 +24,7 @@ from zoo.pictures import to_pixels
 from zoo.training.show import clips as show
 from zoo.training.together import together
 from zoo.video import encode, example_clips, tiny_encoders
-from zoo.video.clips import Bucket, ClipError, captions, choose, cut
+from zoo.video.clips import Bucket, ClipError, captions, choose, cut, enlarged
 from zoo.video.codec import Autoencoder, TextEncoder
 
 CAPTIONS = {"wide.gif": "a wide one", "deep/tall.gif": "ein hohes Bild: größer", "short.gif": "short"}
@@ -368,6 +368,7 @@ def test_a_video_goes_to_the_bucket_of_its_shape_and_length():
     small, large = Bucket.parse("5x32x32"), Bucket.parse("5x64x64")
     assert [choose(video(5, side, side), [small, large]) for side in (40, 64)] == [small, large]
     assert str(tall) == "5x64x32@20"
+    assert [enlarged(video(5, 40, 64), bucket) for bucket in (small, large, longer)] == [1, 1.6, 1]
     for wrong in ("5x32", "0x32x32", "5x32x32@0", "5x32x32@", "5×32×32"):
         refused("invalid bucket", Bucket.parse, wrong)
 

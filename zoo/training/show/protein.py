@@ -234,7 +234,7 @@ class Infer(task.Infer):
         given = on_first_rank(lambda: user_error(find, options.files, chains=options.complex))
         alone = [one.alignments[0].name for one in given if one.structure is None]
         if alone and len(alone) < len(given) and not any(path.is_dir() for path in options.files):
-            say(f"{', '.join(alone)}: not read with a structure, since an alignment's name begins with its structure's")
+            say(f"{', '.join(alone)}: predicted alone; the name of a structure's alignment begins with the structure's")
         known = {name: which for which in ("validation", "train") for name in self.names.get(which, ())}
         written, skipped = [], []
         measured: dict[str, list[dict[str, float]]] = {}
