@@ -293,7 +293,7 @@ class FullRuntime(Runtime):
             self.agree_on(plan)
         self.first += NUMBERS
         run = Run(self.axis, plan.script if plan else None, entry.sizes, self.recipes, self.first)
-        run.graph, run.watches = graph, self.agreement.due and plan is not None
+        run.graph, run.watches = graph, self.agreement.due
         if plan is not None and self.counts and graph is None:
             check = run.traffic_check = self.traffic_check(plan, entry, run)
             run.witness = check.witness if check.planned.returns else None
