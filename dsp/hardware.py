@@ -46,8 +46,8 @@ class Link:
     def __post_init__(self) -> None:
         if not (self.alpha >= 0 and self.bandwidth > 0 and self.message >= 0):
             raise ValueError(
-                f"link {self.name!r}: alpha and message are in seconds and bandwidth in bytes a second, got "
-                f"alpha={self.alpha!r}, message={self.message!r} and bandwidth={self.bandwidth!r}"
+                f"link {self.name!r}: expected alpha and message in seconds, 0 or more, bandwidth in bytes a second, "
+                f"above 0; got alpha={self.alpha!r}, message={self.message!r}, bandwidth={self.bandwidth!r}"
             )
 
     def seconds(self, nbytes: float, calls: int = 1) -> float:

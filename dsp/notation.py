@@ -118,8 +118,8 @@ class _Axes:
             self.dim(token.removeprefix("+"), token.startswith("+"))
         else:
             raise self.wrong(
-                f"unexpected {token!r}; a pattern has names, folds (b t), brackets [s c], sums +k, 1 (a size), "
-                "name=pattern, commas and one ->"
+                f"unexpected {token!r}; a pattern may have names, folds (b t), brackets [s c], sums +k, 1 for an axis "
+                "of length 1, name=pattern, commas and one ->"
             )
 
     def open(self) -> None:

@@ -122,7 +122,7 @@ class Check:
         if not report.gradients:
             report.uncovered.append("gradients: nothing that the model returns has one")
         elif zeros := {name for name in report.still or () if not name.startswith("input ")}:
-            report.uncovered.append(f"parameters with no gradient but zeros: {some(sorted(zeros))}")
+            report.uncovered.append(f"parameters whose gradients are all zeros: {some(sorted(zeros))}")
         if report.output is not None and not self.moved:
             report.uncovered.append("values of the outputs: all of them were zeros")
 

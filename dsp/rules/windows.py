@@ -50,7 +50,7 @@ def windowed(
     the row at the end. `crop`: how many of run's results precede `start`, if `first` is the first row read.
     """
     if cut.outer != 1:
-        raise f.refuse("its window crosses from one entry of a fold into the next (as in (b t), with t sharded)")
+        raise f.refuse("its window crosses from one part of a fold into the next, as from one b into the next in (b t)")
     dim, size = cut.dim, x.shape[cut.dim]
     spans, before, after = spanned(f, size, out, reads)
     start, length = chunk(out, f.n, f.rank)

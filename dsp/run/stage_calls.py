@@ -350,8 +350,8 @@ class StageCalls:
         outer, inner = (math.prod(sizes[other] for other in others) for others in (names[:at], names[at + 1 :]))
         if t.shape[axis] != outer * own * inner:
             raise NotationError(
-                f"{stage.where}, run on {own} of {size} along {name!r}, returned the shape {tuple(t.shape)}; by "
-                f"'{pattern}' axis {axis} should have {outer * own * inner}: it is not independent along {name!r}. "
+                f"{stage.where} got {own} of {size} along {name!r} and returned the shape {tuple(t.shape)}, where by "
+                f"'{pattern}' axis {axis} has {outer * own * inner}: the stage is not independent along {name!r}. "
                 f"Put {name!r} in brackets in its pattern, or make stages of its submodules"
             )
         shape = [*t.shape]

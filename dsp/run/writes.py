@@ -28,8 +28,8 @@ MISSED = (
 )
 INTO_COPY = "{who} writes in place into {what}; use an out-of-place operation"
 INTO_PART = (
-    "{who} writes in place into this rank's part of a tensor that every rank holds in full, and the rest of the "
-    "tensor would miss the write. Use an out-of-place operation"
+    "{who} writes in place into this rank's part of a replicated tensor: the rest of the tensor, which the rank holds, "
+    "too, would miss the write. Use an out-of-place operation"
 )
 
 

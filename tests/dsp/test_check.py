@@ -246,7 +246,7 @@ def test_what_is_not_covered_is_said(mesh: DeviceMesh) -> None:
             "slices along 'b', which has size 1: space, time",
             "a second size of the inputs: the stages name no dims of the model's own inputs",
             "outputs and gradients in training mode (the model draws random numbers)",
-            "parameters with no gradient but zeros: space.norm.bias, space.norm.weight, space.out.bias and 2 more",
+            "parameters whose gradients are all zeros: space.norm.bias, space.norm.weight, space.out.bias and 2 more",
         ]
     )
     found = report.uncovered[-len(expect) :] if mesh.size() == 1 else report.uncovered
@@ -261,7 +261,7 @@ def test_what_is_not_covered_is_said(mesh: DeviceMesh) -> None:
         (
             False,
             "gradients: 2 tensors (6 more always zero)",
-            ["no gradient but zeros", "all of them were zeros"],
+            ["gradients are all zeros", "all of them were zeros"],
         ),
     ],
 )

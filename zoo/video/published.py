@@ -195,7 +195,7 @@ class Wan(Published):
         folder, _ = configuration(self.folder / "image_encoder", "image_encoder")
         settings = self.folder / "image_processor" / "preprocessor_config.json"
         if not settings.is_file():
-            raise CodecError(f"{settings} is not there: it says how an image is prepared for the image encoder")
+            raise CodecError(f"no such file: {settings}, which a pipeline from an image has; download that folder, too")
         transformers = library("transformers")
         encoder = from_pretrained(transformers.CLIPVisionModel, folder).eval()
         processor = image_processor(transformers).from_pretrained(str(settings.parent), local_files_only=True)

@@ -524,7 +524,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "a stage that writes into its part of a whole tensor": (
         lambda: Small(Fn(adds), first=lambda x: torch.ones(x.shape) * 2),
-        ["stage 'space' writes in place into this rank's part of a tensor that every rank holds", "out-of-place"],
+        ["stage 'space' writes in place into this rank's part of a replicated tensor", "out-of-place"],
     ),
     "a stage whose input is needed as it was in another layout": (
         lambda: UsedAgain(Fn(adds)), ["stage 'space'", *LATE],
