@@ -196,7 +196,7 @@ class Written(Toy):
 def test_writing_into_a_part_is_an_error(mesh: DeviceMesh, method: str) -> None:
     """A stage's argument after a switch is a copy: a write into it would be lost."""
     model = dsp.embedded.parallelize(Written(), mesh, method)
-    with pytest.raises(GlueError, match="in place into this rank's part of a tensor"):
+    with pytest.raises(GlueError, match="in place into this rank's part of a replicated tensor"):
         model(torch.randn(2, 2, 8, 8), torch.randn(2, 1, 8))
 
 
