@@ -137,8 +137,8 @@ def parallelize(
     refuse_overlap(overlap)
     if compile and overlap is not None:
         raise ValueError(
-            f"overlap={overlap!r} with compile={compile!r}: with compile= the compiler orders what is sent and "
-            "computed. Give one of the two; or compile the forwards of stages, block.forward = "
+            f"overlap={overlap!r} with compile={compile!r}: in one graph the compiler decides when something is "
+            "sent. Give one of the two; or compile the forwards of stages, block.forward = "
             "torch.compile(block.forward), which overlap= can cut into pieces"
         )
     batches, mesh = axes_of(model, mesh)

@@ -254,7 +254,10 @@ class StageCalls:
         if decision.draws:
             join(inside.random)
         elif decision.step is not None and not decision.step.random and drew(self.axis, inside.random):
-            run.unknown = run.unknown or ("stage", decision.node.index, inside.stage.name)
+            script = run.script
+            assert script is not None  # it has the step
+            decision.step.random = script.random_stages = True  # from the next call on
+            script.random_glue |= decision.option.name is None
 
     def before_switching(self, run: Run) -> None:
         """Called once in a forward, before the results of its first stage are switched."""
