@@ -106,7 +106,7 @@ def choose(video: Video, buckets: Sequence[Bucket]) -> Bucket | None:
 
 
 def enlarged(video: Video, bucket: Bucket) -> float:
-    """By what factor the pictures of a video are enlarged for a bucket; 1 if they are not."""
+    """The factor by which the pictures of a video are enlarged for a bucket; 1 if they are not."""
     return max(1.0, bucket.height / video.height, bucket.width / video.width)
 
 
