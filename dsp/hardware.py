@@ -403,7 +403,7 @@ def _packing(mesh: DeviceMesh, name: str, numbers: int, rounds: int) -> Link:
 
 
 def _busy(mesh: DeviceMesh, dtype: torch.dtype, nbytes: int, rounds: int) -> float:
-    """By what fraction of an exchange over all ranks products of the same length slow down beside it."""
+    """The share of an exchange over all ranks by which products of the same length slow down beside it."""
     if mesh.size() == 1:
         return 0.0
     begin, x = _exchange(mesh, nbytes), torch.ones(512, 512, dtype=dtype, device=mesh.device_type)
