@@ -1,0 +1,142 @@
+"""The tensor between stages: this rank's part, which carries its place in the record of the forward.
+
+All that a run needs to go on is on the tensors, so a forward can be left and entered anywhere: an activation checkpoint
+that runs a part of it again, in whichever thread, finds the same decisions without any code for it.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsp.between import without_data_of
+from dsp.core.record import Layout, Record, Ref
+from dsp.private import OpOverload
+from dsp.tensors import version
+from dsp.traits import traits
+
+LOCAL = torch._C.DisableTorchFunctionSubclass
+INLINE = nullcontext()  # functions that are written out in others: their operations come here one by one
+
+
+class Carrier(Tensor):
+    """This rank's part of a tensor, or all of it.
+
+    record: of the forward; ref: this tensor in the record; cut: how it is sharded (None: replicated); base: the carrier
+    of which it is a view (None: it is no view); copies: of a base, the same numbers in other layouts, each made once;
+    version: of the base when its copies were made; turns: of nodes with one key, which is next.
+    """
+
+    record: Record
+    ref: Ref
+    cut: Layout
+    base: Carrier | None = None
+    copies: dict[Layout, Tensor] | None = None
+    version: int = 0
+    turns: dict[Any, Any] | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload):  # below autograd, where dispatch modes see parts
+            with LOCAL():
+                return func(*args, **kwargs)
+        what = traits(func)
+        if what.metadata:
+            read = READERS.get(func)
+            if read is not None and isinstance(args[0], Carrier):
+                return read(*args, **kwargs)
+            with LOCAL():
+                return func(*args, **kwargs)
+        if what.name == "detach":  # a checkpoint detaches what it saves, in backward too
+            x = args[0]
+            with LOCAL():
+                return carry(x.record, plain(x).detach(), x.ref, x.cut)
+        if what.decomposition is not None and (out := what.written_out(INLINE, args, kwargs)) is not None:
+            return out
+        if what.dtype_arg is not None:
+            args = without_data_of(args, what.dtype_arg)
+        first = first_carrier((*args, *kwargs.values()))
+        if first is None:  # only its type was read
+            return func(*args, **kwargs)
+        return first.record.driver.operation(func, what, args, kwargs)
+
+
+def first_carrier(values: Any) -> Carrier | None:
+    """The first carrier among values and in lists of them."""
+    for v in values:
+        if isinstance(v, Carrier):
+            return v
+        if type(v) in (list, tuple) and (t := first_carrier(v)) is not None:
+            return t
+    return None
+
+
+def carry(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:
+    """A carrier of a local tensor, which stays what it is."""
+    with torch._C.DisableTorchFunction():
+        if type(local) is Tensor or isinstance(local, nn.Parameter):
+            t = local.as_subclass(Carrier)
+        else:  # a tensor without data
+            t = local.view_as(local)  # type: ignore[assignment]
+            t.__class__ = carrier_of(type(t))
+    t.record, t.ref, t.cut, t.base = record, ref, cut, base
+    return t
+
+
+def claim(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:
+    """The same for a new tensor, to which nothing else refers: in place."""
+    if type(local) is not Tensor:
+        return carry(record, local, ref, cut, base)
+    local.__class__ = Carrier
+    local.record, local.ref, local.cut, local.base = record, ref, cut, base  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+@cache
+def carrier_of(part: type) -> type:
+    """The class of carriers of tensors of another class, such as fake tensors."""
+    return type(f"Carrier{part.__name__}", (Carrier, part), {})
+
+
+def plain(t: Tensor) -> Tensor:
+    """The local part as a plain tensor, connected by autograd."""
+    if not isinstance(t, Carrier):
+        return t
+    with torch._C.DisableTorchFunction():
+        return t.as_subclass(Tensor) if type(t) is Carrier else t.view_as(t)
+
+
+def base_of(t: Carrier) -> Carrier:
+    return t if t.base is None else t.base
+
+
+def copies_of(base: Carrier) -> dict[Layout, Tensor]:
+    """The copies of a base that are up to date."""
+    now = version(base)
+    if base.copies is None or base.version != now:
+        base.copies, base.version = {}, now
+    return base.copies
+
+
+def on_meta(t: Carrier, name: str, *args: Any, **kwargs: Any) -> Any:
+    """What a method says of a contiguous tensor of the global shape."""
+    return getattr(torch.empty(t.ref.shape, device="meta"), name)(*args, **kwargs)
+
+
+READERS: dict[Any, Any] = {
+    Tensor.shape.__get__: lambda t: t.ref.shape,  # type: ignore[attr-defined]
+    Tensor.size: lambda t, dim=None: t.ref.shape if dim is None else t.ref.shape[dim],
+    Tensor.ndim.__get__: lambda t: len(t.ref.shape),  # type: ignore[attr-defined]
+    Tensor.dim: lambda t: len(t.ref.shape),
+    Tensor.numel: lambda t: math.prod(t.ref.shape),
+    Tensor.__len__: lambda t: t.ref.shape[0],
+    Tensor.stride: lambda t, *a, **k: on_meta(t, "stride", *a, **k),
+    Tensor.is_contiguous: lambda t, *a, **k: on_meta(t, "is_contiguous", *a, **k),
+    Tensor.__repr__: lambda t, **k: f"%{t.ref.number} {[*t.ref.shape]} in {t.cut}: {plain(t)!r}",
+}

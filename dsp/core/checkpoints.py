@@ -1,0 +1,28 @@
+"""A checkpoint inside another one: its arguments come back as plain tensors, and get back what they carried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from dsp.core.carrier import Carrier, carry, plain
+from dsp.private import Recompute, checkpoint_arguments, checkpoint_frame
+
+
+def keep_arguments() -> None:
+    """Let the checkpoint in which the caller runs restore its arguments when it runs again."""
+    frame = checkpoint_frame()
+    if frame is None or Recompute.known(frame, keep_arguments):
+        return
+    carried = [(a.record, a.ref, a.cut) if isinstance(a, Carrier) else None for a in checkpoint_arguments(frame)]
+
+    def restore(args: Sequence[Any]) -> Sequence[Any]:
+        first = len(args) - len(carried)
+        pairs = zip(args[first:], carried)
+        restored = [a if c is None or type(a) is not Tensor else carry(c[0], a, c[1], c[2]) for a, c in pairs]
+        return *args[:first], *restored
+
+    Recompute(frame, keep_arguments, nullcontext, plain, restore)

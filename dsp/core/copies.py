@@ -1,0 +1,98 @@
+"""Bring operands into the cuts that a node needs. Each copy is made once, for a base and all its views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsp.core.carrier import Carrier, base_of, copies_of, plain
+from dsp.core.record import Layout, Node, Record, Ref
+from dsp.layout import Axis, separable
+from dsp.moves import Part, gather_local, switch_all
+
+
+class Switch(NamedTuple):
+    base: Carrier
+    src: Layout
+    dst: Layout
+
+
+class Copies:
+    """The copies that nodes of a run need, on one rank."""
+
+    def __init__(self, record: Record, axis: Axis) -> None:
+        self.record, self.axis = record, axis
+
+    def bring(self, node: Node, operands: Sequence[Tensor], needs: Sequence[Layout]) -> list[Tensor]:
+        """The parts of a node's operands in the cuts that it needs."""
+        switches: list[Switch] = []
+        for moved, src, dst in node.moves:  # as planned
+            for base in (base_of(t) for t in operands if isinstance(t, Carrier)):
+                if base.ref.base is moved:
+                    self.want(switches, base, dst, (src,))
+        for t, need in zip(operands, needs):
+            if isinstance(t, Carrier) and t.cut != need:
+                self.want(switches, base_of(t), t.ref.base_cut(need))
+        self.make(switches)
+        return [self.part(t, need) for t, need in zip(operands, needs)]
+
+    def want(self, switches: list[Switch], base: Carrier, dst: Layout, planned: tuple[Layout, ...] = ()) -> None:
+        """Make a copy of a base, or note the switch that makes it, from the copy that the plan names or the nearest."""
+        copies = copies_of(base)
+        if dst == base.cut or dst in copies or any(s.base is base and s.dst == dst for s in switches):
+            return
+        src = planned[0] if planned else None if None in copies or base.cut is None else base.cut
+        if src != base.cut and src not in copies:
+            self.make(switches)
+            if src not in copies:
+                return
+        with differentiable(base):
+            local = plain(base) if src == base.cut else copies[src]
+            if src is None:
+                assert dst is not None
+                copies[dst] = self.axis.narrow(local, dst)
+            elif dst is None:
+                copies[None] = gather_local(local, src, base.ref.shape, self.axis)
+            elif separable(base.ref.shape, src, dst, self.record.n):
+                switches.append(Switch(base, src, dst))
+            else:
+                self.want(switches, base, None, (src,))
+                self.want(switches, base, dst, (None,))
+
+    def make(self, switches: list[Switch]) -> None:
+        """Make the switches noted; small ones share a call."""
+        if not switches:
+            return
+        with differentiable(*[base for base, *_ in switches]):
+            parts = [Part(plain(b) if s == b.cut else copies_of(b)[s], s, d, b.ref.shape) for b, s, d in switches]  # type: ignore[arg-type]
+            for (base, _, dst), local in zip(switches, switch_all(parts, self.axis)):
+                copies_of(base)[dst] = local
+        switches.clear()
+
+    def part(self, t: Tensor, need: Layout) -> Tensor:
+        """This rank's part of a tensor, in a cut that exists by now."""
+        if not isinstance(t, Carrier):
+            return t if need is None else self.axis.narrow(t, need)
+        if t.cut == need:
+            return plain(t)
+        base, cut = base_of(t), t.ref.base_cut(need)
+        if cut is None and need is not None:  # no cut of the base shows the view so
+            return self.axis.narrow(self.part(t, None), need)
+        return self.view(t.ref, cut, plain(base) if cut == base.cut else copies_of(base)[cut])
+
+    def view(self, ref: Ref, cut: Layout, local: Tensor) -> Tensor:
+        """The part of a view, taken from the base's part in this cut."""
+        if ref.maker is None:
+            return local
+        parent = ref.maker.operands[0]
+        assert isinstance(parent, Ref)
+        return self.record.rules.view(ref.maker, self.axis, parent.cut_under(cut), self.view(parent, cut, local))
+
+
+def differentiable(*bases: Carrier) -> Any:
+    """Enable autograd for copies that are kept, if a source has a gradient."""
+    return nullcontext() if torch.is_grad_enabled() or not any(b.requires_grad for b in bases) else torch.enable_grad()

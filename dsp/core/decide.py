@@ -1,0 +1,127 @@
+"""From a record to decisions: the planner picks an offer for each node, and the moves between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from dsp.core.placement import place
+from dsp.core.record import Base, Layout, Node, Offer, Record, Ref
+from dsp.layout import separable
+from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
+from dsp.planner import Value as Extents
+
+
+def decide(record: Record, gather: bool, memory: int | None = None, resident: int = 0) -> Solution:
+    """Choose offers, and write them, and the moves, on the nodes. gather: outputs are gathered; memory: bytes that a
+    rank may hold, of which `resident` are always taken.
+
+    Raises `dsp.planner.Infeasible` if nothing fits in the memory.
+    """
+    number = {v: i for i, v in enumerate(record.bases)}
+    nodes = [node for node in record.nodes if not (node.view or node.identity)]
+    for node in nodes:
+        if node.kind == "output":
+            node.offers = output_offers(node, gather)
+    ops = []
+    for node in nodes:
+        outputs = [] if node.in_place else [number[r.base] for r in node.results]
+        choices = [choice(node, offer, k, len(outputs)) for k, offer in enumerate(node.offers)]
+        ops.append(Op(node.name, tuple(number[v] for v in node.bases), tuple(outputs), tuple(choices)))
+    values = tuple(extents(str(i), v, record.n) for i, v in enumerate(record.bases))
+    problem = Problem(values, tuple(ops), record.n, memory, resident)
+    solution = without_batch(problem, [node.kind == "stage" for node in nodes])
+    picks = [op.choices[at] for op, at in zip(ops, solution.choices)]
+    for node, pick in zip(nodes, picks):
+        node.offer = node.offers[pick.execution]
+    place(record, nodes, ops, picks, solution)
+    record.planned = True
+    return solution
+
+
+def output_offers(node: Node, gather: bool) -> list[Offer]:
+    """The layouts in which an output may be returned."""
+    [ref] = node.refs
+    cuts = [] if gather else [cut for base in ref.base.cuts if (cut := ref.cut_under(base)) and not cut.joined]
+    return [Offer((cut,)) for cut in cuts] or [Offer((None,))]
+
+
+def extents(name: str, v: Base, n: int) -> Extents:
+    """A value as the planner reads it."""
+    pairs = itertools.combinations(v.cuts, 2)
+    inseparable = frozenset(frozenset(p) for p in pairs if not separable(v.ref.shape, *p, n))
+    return Extents(
+        name, tuple(v.cuts.items()), v.ref.dtype.itemsize, v.arrival, v.fixed, math.prod(v.ref.shape), inseparable,
+        v.ref.dtype.is_floating_point, alone=v.free,
+    )  # fmt: skip
+
+
+def choice(node: Node, o: Offer, k: int, results: int) -> Choice:
+    """An offer as the planner reads it: by values, in the cuts of their bases."""
+    needs: dict[Base, set[Layout]] = {v: set() for v in node.bases}
+    for t, need in zip(node.operands, o.needs):
+        if isinstance(t, Ref):
+            needs[t.base].add(None if need is None else t.base_cut(need))
+    layouts = tuple(next(iter(cuts)) if len(cuts) == 1 else None for cuts in needs.values())
+    return Choice(layouts, o.gives[:results], bytes=o.nbytes, calls=o.calls, rank=int(o.last_resort), execution=k)
+
+
+def without_batch(problem: Problem, stages: Sequence[bool]) -> Solution:
+    """The cheapest plan that does not shard batch where another dim will do, unless nothing else fits the memory.
+
+    An op sharded only along batch sends nothing, but with 2 samples on 3 ranks it is data parallelism with an idle
+    rank. Another dim is sharded then, if that makes the largest shard smaller. stages: which ops are stages.
+    """
+
+    def among(admitted: Sequence[Sequence[int]]) -> Solution:
+        pairs = zip(problem.ops, admitted)
+        ops = tuple(replace(op, choices=tuple(op.choices[c] for c in picks)) for op, picks in pairs)
+        solution = solve(replace(problem, ops=ops))
+        return replace(solution, choices=tuple(picks[c] for picks, c in zip(admitted, solution.choices)))
+
+    try:
+        solution = among(admitted_choices(problem, stages, batch=True))
+    except Infeasible:
+        return among([range(len(op.choices)) for op in problem.ops])
+    if batch_alone(problem, solution):
+        with suppress(Infeasible):
+            other = among(admitted_choices(problem, stages, batch=False))
+            return min(solution, other, key=lambda s: s.largest)
+    return solution
+
+
+def batch_alone(problem: Problem, solution: Solution) -> bool:
+    """Tell whether only batch is sharded, and a shard of it is at least 1.5/N of it."""
+    n, picks = problem.size, [op.choices[c] for op, c in zip(problem.ops, solution.choices)]
+    cuts = [(c, v, k) for op, c in zip(problem.ops, picks) for v, k in op.layouts(c) if k is not None]
+    sizes = (problem.values[v].extent(k) for _, v, k in cuts)
+    return any(2 * n * chunk_sizes(size, n)[0] >= 3 * length(size) for size in sizes) and all(
+        c.rank for c, _, _ in cuts
+    )
+
+
+def admitted_choices(problem: Problem, stages: Sequence[bool], batch: bool) -> list[list[int]]:
+    """The choices of every op that are compared by bytes.
+
+    To divide the batch is the task of data parallelism, and the batch may be 1. So stages are not sharded along it if
+    each of them has another dim. Any op that has another dim is not sharded along it unevenly either: uneven means, for
+    a stage, shards of unequal sizes; for an operation, a shard longer than 1.5/N of the dim.
+    """
+    n = problem.size
+    spared = all(any(not c.rank for c in op.choices) for op, stage in zip(problem.ops, stages) if stage)
+
+    def uneven(op: Op, c: Choice, stage: bool) -> bool:
+        sizes = (problem.values[v].extent(k) for v, k in op.layouts(c) if k is not None)
+        return any(
+            length(size) % n > 0 if stage else 2 * n * chunk_sizes(size, n)[0] > 3 * length(size) for size in sizes
+        )
+
+    def admitted(op: Op, stage: bool) -> list[int]:
+        other = any(not c.rank and any(c.needs + c.gives) for c in op.choices)
+        refused = [c.rank and other and (not batch or (stage and spared) or uneven(op, c, stage)) for c in op.choices]
+        return [i for i, out in enumerate(refused) if not out]
+
+    return [admitted(op, stage) for op, stage in zip(problem.ops, stages)]

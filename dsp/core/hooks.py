@@ -1,0 +1,59 @@
+"""Hooks of others, such as fully_shard's, on modules between stages: they see parts; the forward sees carriers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from dsp.core.carrier import Carrier, carry, plain
+from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
+
+
+def unwrap(value: Any) -> tuple[Any, list[Any]]:
+    """A value with the parts of its carriers, and what each leaf carried."""
+    leaves, spec = pytree.tree_flatten(value)
+    carried = [(t.record, t.ref, t.cut, t.base) if isinstance(t, Carrier) else None for t in leaves]
+    return pytree.tree_unflatten([*map(plain, leaves)], spec), carried
+
+
+def wrap(value: Any, carried: list[Any]) -> Any:
+    """A value with carriers in the place of parts."""
+    leaves, spec = pytree.tree_flatten(value)
+    pairs = zip(leaves, carried)
+    wrapped = [t if c is None or not isinstance(t, Tensor) else carry(c[0], t, *c[1:]) for t, c in pairs]
+    return pytree.tree_unflatten(wrapped, spec)
+
+
+class HookedCall:
+    """The call of a module between stages that has hooks: around them parts, inside of them carriers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.call, self.forward = module._call_impl, module.forward
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
+        set_compiled_call(module, self)
+        module.forward = self.inside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        (args, kwargs), carried = unwrap((args, kwargs))
+        self.inputs.append(carried)
+        try:
+            out = self.call(*args, **kwargs)
+            return wrap(out, self.outputs.pop())
+        finally:
+            del self.inputs[-1]
+
+    def inside(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = wrap((args, kwargs), self.inputs[-1])
+        out, carried = unwrap(self.forward(*args, **kwargs))
+        self.outputs.append(carried)
+        return out
+
+
+def order_hooks(modules: Iterable[nn.Module]) -> None:
+    """Let hooks on modules between stages see parts; they may have been registered since the last forward."""
+    for module in modules:
+        if any(hooks_of(module)) and not isinstance(compiled_call(module), HookedCall):
+            HookedCall(module)

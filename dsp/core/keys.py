@@ -1,0 +1,113 @@
+"""Keys: how a call in a run finds its node in the record, and what was prepared for it.
+
+A node's key has what identifies it: the function, the numbers of its operands, the shapes of other tensors, and the
+values of plain arguments. Nodes with one key, such as the projections of one tensor by weights of one shape, are told
+apart by their turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsp.calls import tensor_args
+from dsp.core.carrier import Carrier
+from dsp.core.record import Node, Offer, Record
+from dsp.private import backward_pass
+
+HOT = 65536  # calls kept ready, at most
+VALUES = (int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
+
+
+def key_part(v: Any, exact: bool) -> Any:
+    """What a key has of an argument. exact: also how tensors are sharded, and all numbers."""
+    kind = type(v)
+    if isinstance(v, Carrier):
+        return (v.ref.number, v.cut) if exact else v.ref.number
+    if isinstance(v, Tensor):
+        return (v.shape, v.dtype) if exact else tuple(v.shape)
+    if kind in (list, tuple, torch.Size):
+        return kind, *[key_part(x, exact) for x in v]
+    if kind is slice:
+        return kind, v.start, v.stop, v.step
+    if kind is dict:
+        return kind, *[(k, key_part(x, exact)) for k, x in v.items()]
+    if exact and kind is float:
+        return v
+    return (kind, v) if kind in VALUES else kind
+
+
+class Ready(NamedTuple):
+    """A node as this rank runs it, on operands in certain layouts.
+
+    local: the function on parts (None: the node's call); unchanged: nothing moves and nothing is replaced, so the call
+    takes its arguments as they are; slots: of a stage's operands, in its arguments.
+    """
+
+    node: Node
+    offer: Offer
+    local: Callable[..., Any] | None
+    unchanged: bool
+    slots: Sequence[Any] = ()
+
+
+class Several(NamedTuple):
+    """What is ready for nodes with one key, by their turn."""
+
+    key: Any
+    by_turn: dict[int, Ready]
+
+
+class Prepared:
+    """The calls that are ready to run, by their exact keys."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.by_key: dict[Any, Ready | Several] = {}
+
+    def get(self, key: Any, args: Any, kwargs: Any, first: Any = None) -> tuple[Ready | None, int | None]:
+        """What is ready for a call, if anything is; and whose turn it is, if that is known."""
+        ready = self.by_key.get(key)
+        if type(ready) is not Several:
+            return ready, None  # type: ignore[return-value]
+        at = turn(ready.key, first or first_of(args, kwargs), len(self.record.by_key[ready.key]))
+        return ready.by_turn.get(at), at
+
+    def node(self, key: Any, first: Carrier, at: int | None) -> tuple[Node | None, int]:
+        """The node with a key, and its place among those that share it; if they are several, the one in turn."""
+        nodes = self.record.by_key.get(key)
+        if nodes is None:
+            return None, 0
+        if at is None:
+            at = 0 if len(nodes) == 1 else turn(key, first, len(nodes))
+        return nodes[at], at
+
+    def put(self, key: Any, shared: Any, at: int, ready: Ready) -> Ready:
+        """Keep a call for the exact key; `shared` is its node's key, `at` the turn."""
+        if len(self.by_key) >= HOT:
+            self.by_key.clear()
+        if len(self.record.by_key[shared]) == 1:
+            self.by_key[key] = ready
+        else:
+            several = self.by_key.get(key)
+            if type(several) is not Several:
+                several = self.by_key[key] = Several(shared, {})
+            several.by_turn[at] = ready
+        return ready
+
+
+def first_of(args: Any, kwargs: Any) -> Carrier:
+    return next(t for t in tensor_args(args, kwargs) if isinstance(t, Carrier))
+
+
+def turn(key: Any, first: Any, count: int) -> int:
+    """Which of `count` nodes with one key is next. Turns count on the tensor, anew in each backward pass, so that a
+    recomputation finds the same."""
+    now = backward_pass()
+    if first.turns is None or first.turns["pass"] != now:
+        first.turns = {"pass": now}
+    first.turns[key] = at = first.turns.get(key, -1) + 1
+    return min(at, count - 1)

@@ -1,0 +1,139 @@
+"""Offers: a pass over a record that says how each node may run. Stages by their patterns; operations by their rules.
+
+`Replicating` is what the core knows of operations: they run on replicated tensors. A room that knows more has an object
+with the same three functions, and nothing else of the core changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dsp.calls import Operand
+from dsp.core.carrier import Carrier
+from dsp.core.record import Base, BoundStage, Layout, Node, Offer, Record, Ref, replicated
+from dsp.core.watch import Watch
+from dsp.layout import Axis
+from dsp.notation import TensorPattern
+from dsp.planner import MOVES
+from dsp.planner import Value as Extents
+from dsp.stages import Option, Stage, cut_for, fits_fold
+
+
+class Rules(Protocol):
+    """What is known of operations between stages."""
+
+    def of(self, record: Record, node: Node) -> list[Offer]:
+        """The ways to run an operation; its operands and those of earlier nodes have their bases."""
+
+    def view(self, node: Node, axis: Axis, cut: Layout, local: Tensor) -> Tensor:
+        """The view that a node took, of another part of its operand."""
+
+    def watch(self, record: Record) -> Watch:
+        """A mode that sees functions of plain tensors between stages."""
+
+
+class Replicating:
+    """The rules of the core: every operation runs on replicated tensors."""
+
+    def of(self, record: Record, node: Node) -> list[Offer]:
+        return [replicated(node, len(node.results))]
+
+    def view(self, node: Node, axis: Axis, cut: Layout, local: Tensor) -> Tensor:
+        raise NotImplementedError  # no view is one here
+
+    def watch(self, record: Record) -> Watch:
+        return Watch(record)
+
+
+def operands_of(tensors: Sequence[Tensor]) -> list[Operand]:
+    return [t.ref if isinstance(t, Carrier) else Operand(tuple(t.shape)) for t in tensors]
+
+
+def stage_node(record: Record, stage: Stage, args: Any, kwargs: Any) -> tuple[Node, list[Any]]:
+    """The node of a stage call, and its bound arguments."""
+    _, bound = stage.signature.bind(args, kwargs)
+    sizes = stage.sizes(bound, record.sizes)
+    info = BoundStage(stage, sizes, stage.options(bound, sizes, record.n))
+    return Node("stage", stage.name, operands_of([b.tensor for b in bound]), info), bound
+
+
+def lay_out(record: Record) -> None:
+    """Give every node its offers, and every tensor its base."""
+    for node in record.nodes:
+        if node.kind == "stage":
+            node.offers = [*stage_offers(record, node)]
+        elif node.kind == "operation" and not node.identity:
+            node.offers = record.rules.of(record, node)
+        for k, ref in enumerate(node.results):
+            if node.view:
+                [source] = node.refs
+                ref.base, ref.maker = source.base, node
+            else:
+                add_base(record, node, ref, k)
+
+
+def add_base(record: Record, node: Node, ref: Ref, k: int) -> None:
+    """Add the base of a node's k-th result, with the cuts that its offers give."""
+    base = record.new_base(ref)
+    base.free = not node.bases
+    if isinstance(node.call, BoundStage):
+        allow_named(base, node.call.stage.outputs(node.results)[k], result_sizes(record, node, k), record.n)  # type: ignore[arg-type]
+        base.replicable = node.call.options[0].name is None
+        return
+    for cut in (o.gives[k] for o in node.offers):
+        base.replicable |= cut is None
+        if cut is not None:
+            base.allow(cut)
+
+
+def allow_named(base: Base, pattern: TensorPattern, sizes: dict[str, int], n: int) -> None:
+    """Let a base with a pattern be cut along its dims."""
+    for name in pattern.names:
+        cut = cut_for(pattern, base.ref.shape, name, sizes)
+        if cut is not None and sizes[name] > 1 and fits_fold(pattern, name, sizes, n):
+            base.cuts[cut] = sizes[name]
+
+
+def result_sizes(record: Record, node: Node, k: int) -> dict[str, int]:
+    """The sizes of the dims of a stage's k-th result."""
+    assert isinstance(node.call, BoundStage)
+    stage, ref = node.call.stage, node.results[k]
+    return stage.result_sizes(ref, stage.outputs(node.results)[k], node.call.sizes, record.sizes)  # type: ignore[arg-type]
+
+
+def stage_offers(record: Record, node: Node) -> Iterator[Offer]:
+    """A stage's offers: the dims that its pattern leaves free."""
+    assert isinstance(node.call, BoundStage)
+    stage, _, options = node.call
+    patterns = stage.outputs(node.results)  # type: ignore[arg-type]
+    results = [(r, p, result_sizes(record, node, k)) for k, (r, p) in enumerate(zip(node.results, patterns))]
+    for option in options:
+        for t, cut in zip(node.operands, option.cuts):
+            if isinstance(t, Ref) and cut is not None and t.base_cut(cut) is None and t.maker is None:
+                t.base.allow(cut)
+        along = option.lands
+        gives = tuple(None if along is None else cut_for(p, r.shape, along, sizes) for r, p, sizes in results)
+        yield stage_offer(option, gives, sum_bytes(record, option, results))
+
+
+def stage_offer(option: Option, gives: tuple[Layout, ...], nbytes: int = 0) -> Offer:
+    calls = int(option.onto is not None)
+    return Offer(option.cuts, gives, (), nbytes, calls, option.last_resort, option=option)
+
+
+def unrecorded_offers(node: Node) -> list[Offer]:
+    """The offers of a stage whose results nobody knows yet."""
+    assert isinstance(node.call, BoundStage)
+    return [stage_offer(option, ()) for option in node.call.options]
+
+
+def sum_bytes(record: Record, option: Option, results: list[tuple[Ref, TensorPattern, dict[str, int]]]) -> int:
+    """Bytes that the busiest rank sends for a sum over ranks, of which each keeps its shard."""
+    if not option.onto:
+        return 0
+    ref, _, sizes = results[0]
+    total = Extents("", ((option.onto, sizes[option.onto]),), ref.dtype.itemsize, numel=ref.shape.numel())  # type: ignore[attr-defined]
+    return max(MOVES["reduce_scatter"].sent(total, None, option.onto, record.n))

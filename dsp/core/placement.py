@@ -1,0 +1,91 @@
+"""The place of each move: a value's maker switches it as early as it can, or a node brings it before its use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsp.core.record import Layout, Node, Record, Relayout
+from dsp.planner import Choice, Move, Op, Solution, fuses
+
+
+def place(record: Record, nodes: list[Node], ops: Sequence[Op], picks: Sequence[Choice], solution: Solution) -> None:
+    """Write the moves of a solution on the nodes.
+
+    A value that nothing reads as it was made is switched by its maker, at the earliest place; other moves are made
+    before the use. Operands that enter one node together move there, in one call.
+    """
+    used: dict[int, set[Layout]] = {}
+    for op, pick in zip(ops, picks):
+        for v, cut in zip(op.inputs, pick.needs):
+            used.setdefault(v, set()).add(cut)
+    settled = sources_in_place(nodes, ops, used)
+    entry: dict[int, Layout] = {}
+    number = {v: i for i, v in enumerate(record.bases)}
+    for param, ref in record.inputs.items():
+        v = number[ref.base]
+        cuts = used.get(v, set())
+        entry[v] = record.entry[param] = next(iter(cuts)) if len(cuts) == 1 else None
+    moves: dict[int, list[Move]] = {}
+    for m in solution.moves:
+        if m.value not in settled and (m.kind != "split" or m.dst != entry.get(m.value)):
+            moves.setdefault(m.value, []).append(m)
+    push = pushes(record, ops, picks, moves, used)
+    fuse_at_use(record, nodes, ops, solution, push)
+    for v, copies in moves.items():
+        for m in copies:
+            if push.get(v, "") != m.dst:
+                nodes[m.before].moves.append(Relayout(record.bases[v], m.src, m.dst))
+    for node, op in zip(nodes, ops):
+        node.push = [push.get(v) for v in op.outputs]
+
+
+def sources_in_place(nodes: list[Node], ops: Sequence[Op], used: dict[int, set[Layout]]) -> set[int]:
+    """Let sources that all readers read in one cut be made in it, batch or not; return their values."""
+    settled: set[int] = set()
+    for node, op in zip(nodes, ops):
+        if not node.bases:
+            [v] = op.outputs
+            offer = next((o for o in node.offers if {o.gives[0]} == used.get(v)), None)
+            if offer is not None:
+                node.offer = offer
+                settled.add(v)
+    return settled
+
+
+def pushes(
+    record: Record, ops: Sequence[Op], picks: Sequence[Choice], moves: dict[int, list[Move]],
+    used: dict[int, set[Layout]],
+) -> dict[int, Layout]:  # fmt: skip
+    """By value, the layout to which its maker switches it."""
+    gives = {v: cut for op, pick in zip(ops, picks) for v, cut in zip(op.outputs, pick.gives)}
+    push: dict[int, Layout] = {}
+    for v, (first, *rest) in moves.items():
+        if v not in gives or first.kind != "switch" or record.bases[v].fixed:
+            continue
+        if gives[v] not in used.get(v, set()) and all(m.src != gives[v] for m in rest):
+            push[v] = first.dst
+    return push
+
+
+def fuse_at_use(
+    record: Record, nodes: list[Node], ops: Sequence[Op], solution: Solution, push: dict[int, Layout]
+) -> None:
+    """Take moves of operands that enter one node together from their makers: before that node they share a call.
+
+    Not in an activation checkpoint, which would repeat it; nor if all have one maker, where they share one.
+    """
+    uses: dict[int, list[int]] = {}
+    for k, op in enumerate(ops):
+        for v in op.inputs:
+            uses.setdefault(v, []).append(k)
+    entering: dict[int, list[Move]] = {}
+    for m in solution.moves:
+        if m.kind == "switch" and fuses(record.bases[m.value].ref.nbytes, record.n):
+            entering.setdefault(m.before, []).append(m)
+    for k, moves in entering.items():
+        pushed = [m for m in moves if push.get(m.value, "") == m.dst]
+        movable = [m for m in pushed if uses[m.value] == [k] and not nodes[k].checkpointed]
+        at_use = len(moves) - len(pushed)
+        if len(movable) + at_use > 1 and (at_use or len({m.after for m in movable}) > 1):
+            for m in movable:
+                del push[m.value]

@@ -1,0 +1,252 @@
+"""A forward as data: nodes over references to tensors. Recording writes it, planning decides on it, a run follows it.
+
+A node is a call of a stage, an operation between stages, or an output. Whatever it is, it has *offers*: ways to run on
+this rank's parts. An offer says in which cut each operand must be and each result is, what it sends inside, and how it
+runs. The planner chooses one offer for each node; the decision is written on the node itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dsp.calls import Operand
+from dsp.layout import Axis, Cut
+from dsp.private import saving_hooks
+from dsp.stages import Option, Stage
+from dsp.tensors import memory
+
+Layout = Cut | None  # None: replicated
+MOST = 64  # the results that an operation may have, where nobody knows how many it has
+
+
+@dataclass(eq=False)
+class Ref(Operand):
+    """A tensor of a forward, with its global shape.
+
+    number: identifies it in its record; memory: a number that it shares with its views; base: its own, or that of which
+    it is a view; maker: of a view, the node that made it.
+    """
+
+    number: int = -1
+    dtype: torch.dtype = torch.float32
+    memory: int = -1
+    requires_grad: bool = False
+    base: Base = None  # type: ignore[assignment]  # the offers pass sets it
+    maker: Node | None = None
+    view_cuts: dict[Cut, Layout] = field(default_factory=dict)  # by cut of the base
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def cut_under(self, base_cut: Layout) -> Layout:
+        """The cut of this tensor when its base has `base_cut`; None if it has none then, or the base is replicated."""
+        if self.maker is None or base_cut is None:
+            return base_cut
+        if base_cut not in self.view_cuts:
+            parent = self.maker.operands[0]
+            assert isinstance(parent, Ref)
+            cut = parent.cut_under(base_cut)
+            self.view_cuts[base_cut] = None if cut is None else self.maker.view_cut(cut)
+        return self.view_cuts[base_cut]
+
+    def base_cut(self, cut: Layout) -> Layout:
+        """The cut of the base under which this tensor has `cut`; None if there is none."""
+        return next((c for c in self.base.cuts if self.cut_under(c) == cut), None)
+
+
+@dataclass(eq=False)
+class Base:
+    """A tensor that is no view, with all its views: the planner moves them as one.
+
+    cuts: those that it may have, with the length that is shared out; arrival: of an input, the layouts in which it may
+    arrive at no cost; fixed: it is written in place; replicable: it may be replicated without a gather; free: every
+    rank can make it without communication.
+    """
+
+    ref: Ref
+    cuts: dict[Cut, Any] = field(default_factory=dict)
+    arrival: tuple[Layout, ...] = ()
+    fixed: bool = False
+    replicable: bool = False
+    free: bool = False
+
+    def allow(self, cut: Cut) -> None:
+        self.cuts.setdefault(cut, cut.extent(self.ref.shape[cut.dim]))
+
+
+class Local(Protocol):
+    """The function of an offer, for one rank and one call."""
+
+    def __call__(self, axis: Axis, func: Any, args: Any, kwargs: Any) -> Callable[[list[Tensor]], Any]:
+        """Return a function from the parts of the operands to the parts of the results."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A way to run a node on parts.
+
+    needs, gives: the cuts of its operands and results; sizes: the global length of each result along its cut, where the
+    record does not say; nbytes, calls: what the busiest rank sends inside; last_resort: it shards the batch; local:
+    makes the function that runs on parts (None: the node's call runs on them unchanged); option: of a stage, the dim
+    that it is sharded along.
+    """
+
+    needs: tuple[Layout, ...]
+    gives: tuple[Layout, ...] = ()
+    sizes: tuple[int | None, ...] = ()
+    nbytes: int = 0
+    calls: int = 0
+    last_resort: bool = False
+    local: Local | None = None
+    option: Option | None = None
+
+
+class Call(NamedTuple):
+    """The call of an operation, with references in the place of tensors."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class BoundStage(NamedTuple):
+    """The call of a stage: the sizes of its dims, and the dims that it can be sharded along."""
+
+    stage: Stage
+    sizes: dict[str, int]
+    options: list[Option]
+
+
+class Relayout(NamedTuple):
+    """A copy of a base in another layout, made before a node."""
+
+    base: Base
+    src: Layout
+    dst: Layout
+
+
+@dataclass(eq=False)
+class Node:
+    """A node, and, once it is planned, the decision: an offer, the moves before it, and those of its results.
+
+    kind: "stage", "operation" or "output"; operands: a `Ref`, or, of a tensor that no plan shards, its shape; identity:
+    it returned its first operand, unchanged; checkpointed: it lies in an activation checkpoint; draws: random numbers;
+    view_cut: of a view, from a cut of the first operand to that of the result; push: for each result, the layout to
+    which it is switched as soon as it is made (None: none).
+    """
+
+    kind: str
+    name: str
+    operands: list[Operand]
+    call: Call | BoundStage | None = None
+    results: list[Ref] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
+    in_place: bool = False
+    view: bool = False
+    identity: bool = False
+    checkpointed: bool = False
+    draws: bool = False
+    view_cut: Callable[[Cut], Layout] = lambda cut: None
+    offer: Offer | None = None
+    moves: list[Relayout] = field(default_factory=list)
+    push: list[Layout] = field(default_factory=list)
+
+    @property
+    def refs(self) -> list[Ref]:
+        return [t for t in self.operands if isinstance(t, Ref)]
+
+    @property
+    def bases(self) -> list[Base]:
+        return list(dict.fromkeys(t.base for t in self.refs))
+
+    def __str__(self) -> str:
+        operands = ", ".join(f"%{t.number}" if isinstance(t, Ref) else str([*t.shape]) for t in self.operands)
+        results = ", ".join(f"%{r.number} {[*r.shape]}" for r in self.results)
+        return f"{results} = {self.kind} {self.name}({operands})"
+
+
+def replicated(node: Node, results: int = 0) -> Offer:
+    """The offer that every operation has: on replicated tensors. results: their number, if it is known."""
+    return Offer((None,) * len(node.operands), (None,) * (results or MOST))
+
+
+class Driver(Protocol):
+    """The object that leads a forward past its nodes: while it is recorded, or while it runs."""
+
+    def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+        """The result of an operation; `first` counts the turns of nodes with one key (None: the first operand does)."""
+
+    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a stage, whose module is called by `call`."""
+
+
+class Record:
+    """The nodes of a forward on `n` ranks, in order. Tensors between stages carry it.
+
+    sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
+    entry: the layout in which each input enters; by_key: nodes by what identifies them (`dsp.core.keys`); planned: the
+    nodes have decisions, made before the first run; draws: something between stages draws random numbers; sources:
+    functions of nodes without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint.
+    """
+
+    driver: Driver
+
+    def __init__(self, n: int, sizes: dict[str, int], rules: Any) -> None:
+        self.n, self.sizes, self.rules = n, sizes, rules
+        self.nodes: list[Node] = []
+        self.bases: list[Base] = []
+        self.inputs: dict[str, Ref] = {}
+        self.outputs: dict[int, Node] = {}
+        self.entry: dict[str, Layout] = {}
+        self.by_key: dict[Any, list[Node]] = {}
+        self.memories: dict[Any, int] | None = {}  # numbers of memory; None: nobody asks any more
+        self.count = 0  # of references
+        self.planned = self.draws = self.sources_recompute = False
+        self.sources: set[Any] = set()
+
+    def ref(self, t: Tensor, shape: Sequence[int] | None = None) -> Ref:
+        """A new reference to a tensor, of which `t` may be a part; shape: its global shape."""
+        self.count += 1
+        place = -1 if self.memories is None else self.memories.setdefault(memory(t), len(self.memories))
+        return Ref(
+            torch.Size(t.shape if shape is None else shape), None, self.count - 1, t.dtype, place, t.requires_grad
+        )
+
+    def new_base(self, ref: Ref) -> Base:
+        ref.base = Base(ref)
+        self.bases.append(ref.base)
+        return ref.base
+
+    def add(self, key: Any, node: Node) -> Node:
+        node.checkpointed = saving_hooks(False) is not None
+        self.by_key.setdefault(key, []).append(node)
+        self.nodes.append(node)
+        return node
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest tensor so far."""
+        refs = [*self.inputs.values(), *(r for node in self.nodes for r in node.results)]
+        return max((r.nbytes for r in refs), default=0)
+
+    @property
+    def batch(self) -> int:
+        return math.prod(size for name, size in self.sizes.items() if name in ("b", "B", "batch"))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.nodes))
+
+
+def global_shape(shape: Sequence[int], cut: Layout, size: int | None) -> torch.Size:
+    """The global shape of a result of which a rank holds `shape`, cut along a dim of `size`."""
+    shape = list(shape)
+    if cut is not None and size is not None:
+        shape[cut.dim] = size
+    return torch.Size(shape)

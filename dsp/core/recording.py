@@ -1,0 +1,107 @@
+"""Record a forward: run it on tensors without data, and note each node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from dsp.calls import replaced, tensor_args
+from dsp.compile_off import CompileOff
+from dsp.core.carrier import Carrier, claim, plain
+from dsp.core.inputs import carried_inputs, signature_of
+from dsp.core.keys import key_part
+from dsp.core.offers import Rules, operands_of, stage_node
+from dsp.core.record import Call, Node, Record
+from dsp.core.stage_calls import StageCall
+from dsp.core.watch import Watch, refuse_transforms, watched
+from dsp.notation import StagePattern
+from dsp.plan.meter import Meter
+from dsp.plan.skeleton import Skeleton
+from dsp.private import FakeTensorMode, any_device, fake_tensor
+from dsp.signature import sizes_of_root
+from dsp.stages import Stage
+from dsp.tensors import map_tensors, remade, tensors_in
+
+
+class Recorder:
+    """Leads a forward on tensors without data, all replicated, and adds each node to the record."""
+
+    def __init__(self, record: Record) -> None:
+        self.record, self.meter = record, Meter()
+
+    def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+        refuse_transforms(args, kwargs)
+        args_, kwargs_ = replaced(args, kwargs, map(plain, tensor_args(args, kwargs)))
+        return self.note(func, what, args, kwargs, func(*args_, **kwargs_))
+
+    def note(self, func: Any, what: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Add the node of an operation that returned `out`."""
+        record = self.record
+        record.draws |= self.meter.random
+        operands = tensor_args(args, kwargs)
+        refs = operands_of(operands)
+        node = Node(
+            "operation", what.name, refs, Call(func, *replaced(args, kwargs, iter(refs))), in_place=what.in_place
+        )
+        results = tensors_in(out)
+        node.identity = len(results) == 1 and any(results[0] is plain(t) for t in operands[:1]) and not what.in_place
+        record.add((func, key_part(args, False), key_part(kwargs, False)), node)
+        if node.identity or what.in_place:
+            return out if out is None else operands[0]
+        node.results = [*map(record.ref, results)]
+        return self.carried(node, out)
+
+    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        record = self.record
+        node, bound = stage_node(record, stage, args, kwargs)
+        args, kwargs = map_tensors((args, kwargs), map(plain, tensors_in((args, kwargs))))
+        record.draws |= self.meter.random  # since the last stage, by what no carrier took part in
+        self.meter.restart()
+        out = call(*args, **kwargs)
+        node.draws = self.meter.random
+        self.meter.restart()
+        node.results = [*map(record.ref, tensors_in(out))]
+        record.add((stage.name, tuple(key_part(b.tensor, False) for b in bound)), node)
+        return self.carried(node, out)
+
+    def carried(self, node: Node, out: Any) -> Any:
+        """The results of a node as carriers."""
+        carriers = [claim(self.record, plain(t), ref, None) for t, ref in zip(tensors_in(out), node.results)]
+        return carriers[0] if isinstance(out, Tensor) else map_tensors(out, carriers)
+
+
+def record_forward(
+    model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, n: int, rules: Rules,
+    sources: bool = True,
+) -> Record:  # fmt: skip
+    """The record of a forward on `n` ranks. It has no sources if a module keeps one for later calls, as a table that it
+    makes once: no record may hold that."""
+    inputs = args, kwargs
+    mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
+
+    def fake(t: Tensor) -> Tensor:
+        return fakes.setdefault(id(t), fake_tensor(mode, t, t.dtype))
+
+    staged = {id(m) for stage in stages for m in stage.module.modules()}
+    skeleton = Skeleton(fake, {}, staged)
+    clone = skeleton.of(model)
+    for stage in stages:
+        StageCall(stage, skeleton.memo[id(stage.module)])
+    args, kwargs = remade((tuple(args), dict(kwargs)), fake)
+    record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
+    recorder = record.driver = Recorder(record)
+    args, kwargs = carried_inputs(record, signature_of(model, root), args, kwargs)
+    with CompileOff(), any_device(), mode, recorder.meter, watched(record) if sources else Watch(record):
+        out = clone(*args, **kwargs)
+    for k, t in enumerate(tensors_in(out)):
+        if isinstance(t, Carrier):
+            record.outputs[k] = record.add(("output", k), Node("output", "output", [t.ref]))
+    if record.sources and any(
+        isinstance(t, Carrier) for m in clone.modules() for t in tensors_in([m._buffers, vars(m)])
+    ):
+        return record_forward(model, stages, root, *inputs, n, rules, sources=False)
+    record.draws |= recorder.meter.random
+    record.memories = None
+    return record

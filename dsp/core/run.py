@@ -1,0 +1,229 @@
+"""Run a record: bring a node's operands into its offer's cuts, run it on parts, give its results in their layouts.
+
+There is one way for stages and operations, for planned and unplanned ones. A node that the record does not have
+(another branch, a forward that reads its data) is noted as it runs, and takes the offer that moves least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsp.calls import GlueError, replaced, tensor_args
+from dsp.core.carrier import LOCAL, Carrier, base_of, claim, plain
+from dsp.core.checkpoints import keep_arguments
+from dsp.core.copies import Copies
+from dsp.core.keys import Prepared, Ready, first_of, key_part
+from dsp.core.offers import Rules, operands_of, stage_node, unrecorded_offers
+from dsp.core.record import Call as OperationCall
+from dsp.core.record import Layout, Node, Offer, Record, global_shape, replicated
+from dsp.core.watch import refuse_transforms
+from dsp.layout import Axis, Cut
+from dsp.moves import Part, switch_all
+from dsp.notation import NotationError
+from dsp.private import saving_hooks
+from dsp.randomness import forked
+from dsp.stages import Stage, cut_for
+from dsp.tensors import map_tensors, memory, tensors_in
+
+
+class Runner:
+    """Leads a forward of one rank past the nodes of its record; unplanned: the number of nodes that it did not have."""
+
+    def __init__(self, record: Record, rules: Rules, axis: Axis) -> None:
+        self.record, self.rules, self.axis = record, rules, axis
+        self.copies, self.prepared = Copies(record, axis), Prepared(record)
+        self.unplanned = 0
+
+    # --- an operation ---
+
+    def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+        if saving_hooks(False) is not None:
+            keep_arguments()
+        key = func, key_part(args, True), key_part(kwargs, True)
+        ready, at = self.prepared.get(key, args, kwargs, first)
+        if ready is None:
+            ready = self.ready(key, at, func, what, args, kwargs, first)
+        node, offer, local, unchanged, _ = ready
+        if node.identity:
+            return args[0]
+        if unchanged:
+            with LOCAL():
+                out = func(*args, **kwargs)
+        else:
+            parts = self.copies.bring(node, tensor_args(args, kwargs), offer.needs)
+            if local is not None:
+                out = local(parts)
+            else:
+                args_, kwargs_ = replaced(args, kwargs, iter(parts))
+                out = func(*args_, **kwargs_)
+        if node.in_place:
+            return out if out is None else args[0]
+        return self.give(node, offer, out, args[0] if node.view else None)
+
+    def ready(self, key: Any, at: int | None, func: Any, what: Any, args: Any, kwargs: Any, first: Any) -> Ready:
+        """A node made ready for operands in these layouts; it is noted if it is new."""
+        operands = tensor_args(args, kwargs)
+        shared = func, key_part(args, False), key_part(kwargs, False)
+        node, at = self.prepared.node(shared, first or first_of(args, kwargs), at)
+        if node is None:
+            refuse_transforms(args, kwargs)
+            refs = operands_of(operands)
+            node = Node("operation", what.name, refs, in_place=what.in_place)
+            node.call = OperationCall(func, *replaced(args, kwargs, iter(refs)))
+            node.offers = self.rules.of(self.record, node)
+            self.add(shared, node, operands)
+        offer = node.offer
+        if node.view:  # in the layout of its base
+            offer = next((o for o in node.offers if o.needs[0] == operands[0].cut), None)  # type: ignore[attr-defined]
+        offer = offer or replicated(node, len(node.results))
+        if node.in_place and operands and isinstance(operands[0], Carrier):
+            refuse_copy(node, offer, operands[0])
+        local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
+        there = all(t.cut == need if isinstance(t, Carrier) else need is None for t, need in zip(operands, offer.needs))
+        return self.prepared.put(key, shared, at, Ready(node, offer, local, there and local is None and not node.moves))
+
+    def add(self, key: Any, node: Node, operands: Sequence[Tensor]) -> None:
+        node.offer = least(node, operands)
+        self.unplanned += 1
+        self.record.add(key, node)
+
+    def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
+        """Local results as the model sees them, switched where all that reads them wants another layout."""
+        if type(out) is Tensor and node.results and (not node.push or node.push[0] in (None, offer.gives[0])):
+            base = None if viewed is None else base_of(viewed)
+            return claim(self.record, out, node.results[0], offer.gives[0], base)
+        tensors = [*map(plain, tensors_in(out))]
+        if len(node.results) < len(tensors):
+            self.add_results(node, offer, tensors)
+        pushes = node.push or [None] * len(tensors)
+        goals = [cut if push is None else push for cut, push in zip(offer.gives, pushes, strict=False)]
+        parts = [Part(t, src, dst, r.shape) for t, src, dst, r in zip(tensors, offer.gives, goals, node.results)]  # type: ignore[arg-type]
+        moving = [p for p in parts if p.src is not None and p.src != p.dst]
+        switched = iter(switch_all(moving, self.axis) if moving else ())
+        results: list[Tensor] = []
+        for p, r in zip(parts, node.results):
+            moves = p.src is not None and p.src != p.dst
+            results.append(claim(self.record, next(switched) if moves else p.local, r, p.dst if moves else p.src))
+        return results[0] if isinstance(out, Tensor) else map_tensors(out, results)
+
+    def add_results(self, node: Node, offer: Offer, tensors: Sequence[Tensor]) -> None:
+        """Number the results of a node that the record did not have, when it has run for the first time."""
+        sizes = offer.sizes or (None,) * len(tensors)
+        for t, cut, size in zip(tensors, offer.gives, sizes):
+            ref = self.record.ref(t, global_shape(t.shape, cut, size))
+            self.record.new_base(ref)
+            node.results.append(ref)
+
+    # --- a stage ---
+
+    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if saving_hooks(False) is not None:
+            keep_arguments()
+        key = stage, key_part(args, True), key_part(kwargs, True)
+        ready, at = self.prepared.get(key, args, kwargs)
+        node, offer, _, _, slots = ready or self.ready_stage(key, at, stage, args, kwargs)
+        operands = [args[slot] if type(slot) is int else kwargs[slot] for slot in slots]
+        parts = self.copies.bring(node, operands, offer.needs)
+        held = self.held(offer)
+        if not held:
+            parts = [with_dummy(t, cut) for t, cut in zip(parts, offer.needs)]
+        args, kwargs = list(args), dict(kwargs)
+        for slot, local in zip(slots, parts):
+            (args if type(slot) is int else kwargs)[slot] = local
+        with forked(self.axis) if node.draws and sharded(offer) else nullcontext():
+            out = call(*args, **kwargs)
+        results = [plain(t) for t in tensors_in(out)]
+        if offer.calls:  # a sum over ranks
+            sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
+            results = [torch.ops.dsp.reduce_scatter(t, c.dim, self.axis.group) for t, c in zip(sums, offer.gives)]  # type: ignore[union-attr]
+        if len(node.results) < len(results):
+            offer = self.add_stage_results(stage, node, results, held)
+        if not held and not offer.calls:
+            results = [t.narrow(cut.dim, 0, 0) for t, cut in zip(results, offer.gives)]  # type: ignore[union-attr]
+        for t, r, cut in zip(results, node.results, offer.gives):
+            expected = r.shape if cut is None else self.axis.local_shape(r.shape, cut)
+            if tuple(t.shape) != tuple(expected):
+                raise NotationError(
+                    f"{stage.where} returned the shape {tuple(t.shape)} on this rank's part, where its pattern "
+                    f"'{stage.pattern.text}' says {tuple(expected)}: it is not independent along the sharded dim"
+                )
+        return self.give(node, offer, map_tensors(out, results), None)
+
+    def held(self, offer: Offer) -> int:
+        """The length of the sharded dim that this rank has, or 1."""
+        if not sharded(offer):
+            return 1
+        assert offer.option is not None
+        return Cut(0).own(offer.option.size, self.axis.size, self.axis.rank)
+
+    def add_stage_results(self, stage: Stage, node: Node, results: Sequence[Tensor], held: int) -> Offer:
+        """Number the results of a stage that the record did not have, from those on this rank's part."""
+        assert node.offer is not None
+        assert node.offer.option is not None
+        sizes, option, gives = node.call.sizes, node.offer.option, list[Layout]()  # type: ignore[union-attr]
+        for t, p in zip(results, stage.outputs([*results])):
+            if option.name is None or option.onto:
+                shape, cut = [*t.shape], None if not option.onto else Cut(p.axis_of(option.onto))
+            else:
+                local = stage.result_sizes(t, p, {**sizes, option.name: max(held, 1)}, self.record.sizes)
+                full = {**local, option.name: option.size}
+                shape = [math.prod(full[n] for n in axis) for axis in p.axes]
+                cut = cut_for(p, shape, option.lands, full)  # type: ignore[arg-type]
+            gives.append(cut)
+            ref = self.record.ref(t, shape)
+            self.record.new_base(ref)
+            node.results.append(ref)
+        at = node.offers.index(node.offer)
+        node.offers[at] = node.offer = replace(node.offer, gives=tuple(gives))
+        self.prepared.by_key.clear()
+        return node.offer
+
+    def ready_stage(self, key: Any, at: int | None, stage: Stage, args: Any, kwargs: Any) -> Ready:
+        node, bound = stage_node(self.record, stage, args, kwargs)
+        operands = [b.tensor for b in bound]
+        shared = stage.name, tuple(key_part(t, False) for t in operands)
+        planned, at = self.prepared.node(shared, next(t for t in operands if isinstance(t, Carrier)), at)
+        if planned is None:  # as in `ready`
+            planned = node
+            node.offers = unrecorded_offers(node)
+            self.add(shared, node, operands)
+        assert planned.offer is not None
+        return self.prepared.put(key, shared, at, Ready(planned, planned.offer, None, False, [b.slot for b in bound]))
+
+
+def sharded(offer: Offer) -> bool:
+    """Tell whether a stage is sharded by this offer."""
+    return offer.option is not None and offer.option.name is not None
+
+
+def refuse_copy(node: Node, offer: Offer, x: Carrier) -> None:
+    """Raise GlueError for a write in place into a copy of a tensor, which other views of the tensor would not see."""
+    if x.cut != offer.needs[0] or (x.base is not None and memory(x.base) != memory(x)):
+        raise GlueError(f"{node.name}() between stages writes in place into a copy; use an out-of-place operation")
+
+
+def least(node: Node, operands: Sequence[Tensor]) -> Offer:
+    """The offer that moves least, for a node that the record does not have: the same on every rank."""
+
+    def moved(o: Offer) -> tuple[bool, int]:
+        pairs = zip(operands, o.needs)
+        moving = [(t, need) for t, need in pairs if isinstance(t, Carrier) and t.cut != need]
+        return o.last_resort, o.nbytes + sum(t.ref.nbytes * (1 if need else 1000) for t, need in moving)
+
+    return min([*node.offers, *([] if node.kind == "stage" else [replicated(node)])], key=moved)
+
+
+def with_dummy(local: Tensor, cut: Layout) -> Tensor:
+    """An empty part with a row added, so that every rank runs every stage, its hooks, collectives and gradients."""
+    if cut is None:
+        return local
+    shape = [*local.shape]
+    shape[cut.dim] = Cut(0, cut.outer).folds
+    return torch.cat([local, local.new_ones(shape)], cut.dim)

@@ -1,0 +1,111 @@
+"""A torch-function mode for what carriers do not see: functions of plain tensors, and transforms of torch.func.
+
+A watch is on while a forward is recorded, and while one runs that has no plan; in a planned run only if the record has
+a node without a carrier among its operands. It is off inside stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from dsp.between import without_data_of
+from dsp.calls import GlueError, tensor_args
+from dsp.core.carrier import Carrier
+from dsp.core.record import Record
+from dsp.private import (
+    OpOverload,
+    Recompute,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+    backward_pass,
+    checkpoint_frame,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+    saving_hooks,
+)
+from dsp.traits import traits
+
+
+class Watch(TorchFunctionMode):
+    """turns: as of a carrier: which of several nodes with one key is next."""
+
+    def __init__(self, record: Record, turns: dict[Any, Any] | None = None) -> None:
+        super().__init__()
+        self.record, self.turns = record, turns
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, record = kwargs or {}, self.record
+        if record.planned:
+            if record.sources_recompute and saving_hooks(False) is not None:
+                self.watch_recomputation()
+            if func not in record.sources:
+                return func(*args, **kwargs)
+        if isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        if maybe_current_level() is not None:
+            refuse_transforms(args, kwargs)
+            return func(*args, **kwargs)
+        what = traits(func)
+        read = args if what.dtype_arg is None else without_data_of(args, what.dtype_arg)
+        tensors = tensor_args(read, kwargs)
+        carried = any(isinstance(t, Carrier) for t in tensors)
+        if what.metadata or what.in_place or kwargs.get("out") is not None or carried:
+            return func(*args, **kwargs)
+        return self.on_plain(func, what, read, kwargs, tensors)
+
+    def on_plain(self, func: Any, what: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+        """The result of a function of plain tensors between stages."""
+        return func(*args, **kwargs)
+
+    def watch_recomputation(self) -> None:
+        """Let the checkpoint that the caller is in be watched when it recomputes, from the turn at which it began."""
+        frame = checkpoint_frame()
+        if frame is not None and not Recompute.known(frame, Watch):
+            turns = dict(self.turns or {})
+            Recompute(frame, Watch, lambda: type(self)(self.record, {**turns, "pass": backward_pass()}))
+
+
+def watched(record: Record) -> Any:
+    """The watch that a forward needs, if it needs one."""
+    if record.planned and not record.sources:
+        return nullcontext()
+    top = _get_current_function_mode()  # of a checkpoint around the model
+    return nullcontext() if isinstance(top, Watch) and top.record is record else record.rules.watch(record)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """No watch is on, such as in a stage; other modes are."""
+    modes: list[Any] = []
+    while _get_current_function_mode() is not None:
+        modes.insert(0, _pop_mode())
+    others = [m for m in modes if not isinstance(m, Watch)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
+
+def refuse_transforms(args: Any, kwargs: Any) -> None:
+    """Refuse a transform of torch.func over a carrier: its functions would get this rank's part as if it were the full
+    tensor."""
+    for t in tensor_args(args, kwargs) if maybe_current_level() is not None else ():
+        while is_functorch_wrapped_tensor(t):
+            t = get_unwrapped(t)
+        if isinstance(t, Carrier):
+            raise GlueError(
+                "torch.vmap or another transform of torch.func between stages would work on this rank's part of a "
+                f"tensor {[*t.ref.shape]} as if it were the full tensor; do it in a stage, a submodule with a pattern, "
+                "where tensors are local"
+            )

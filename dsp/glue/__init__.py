@@ -1,0 +1,1 @@
+"""Operations between stages on shards: rules as offers, and sources, the long tensors that no operand brings."""

@@ -1,0 +1,103 @@
+"""An offer of a rule, run on parts, with all that it communicates inside: rows of neighbours, numbers that all ranks
+gather, rows dealt out, sums."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsp.calls import Operand, replaced, without_operands
+from dsp.collectives import summed_in
+from dsp.core.record import Call, Layout, Node
+from dsp.deal import collect_rows, deal_rows
+from dsp.layout import Axis
+from dsp.randomness import forked
+from dsp.rows import read_rows
+from dsp.rules import Frame, Outcome
+from dsp.rules.functions import draws
+from dsp.tensors import map_tensors, tensors_in
+
+
+def frame_of(node: Node, cuts: Any, n: int) -> Frame:
+    """The call of a node as a rule reads it, with its operands in the given cuts."""
+    assert isinstance(node.call, Call)
+    operands = iter([Operand(tuple(t.shape), c) for t, c in zip(node.operands, cuts)])
+    return Frame(node.name, *replaced(node.call.args, node.call.kwargs, operands), n, func=node.call.func)
+
+
+class LocalRule:
+    """Makes the function of an offer: `needs` are the cuts of the node's operands."""
+
+    def __init__(self, node: Node, needs: tuple[Layout, ...]) -> None:
+        self.node, self.needs = node, needs
+
+    def __call__(self, axis: Axis, func: Any, args: Any, kwargs: Any) -> Callable[[list[Tensor]], Any]:
+        operands = [Operand(tuple(t.shape), c) for t, c in zip(self.node.operands, self.needs)]
+        frame = Frame(self.node.name, *replaced(args, kwargs, iter(operands)), axis.size, axis.rank, func)
+        return OnParts(axis, frame, operands, self.needs)
+
+
+class OnParts:
+    """An operation on the parts of one rank, by the outcome of its rule."""
+
+    def __init__(self, axis: Axis, frame: Frame, operands: list[Operand], needs: tuple[Layout, ...]) -> None:
+        o = frame.outcome()
+        self.axis, self.outcome, self.operands, self.needs = axis, o, operands, needs
+        self.args, self.kwargs = (
+            frame.args if o.args is None else o.args,
+            frame.kwargs if o.kwargs is None else o.kwargs,
+        )
+        self.func = Tensor.sum if o.reduce is not None and frame.name == "mean" else o.func or frame.func
+        self.random = draws(frame.name, frame.args, frame.kwargs)
+
+    def __call__(self, parts: list[Tensor]) -> Any:
+        o, axis = self.outcome, self.axis
+        args, kwargs = self.arguments(
+            [axis.narrow(t, o.narrow[i]) if i in o.narrow else t for i, t in enumerate(parts)]
+        )
+        empty = warnings.catch_warnings() if any(not t.numel() for t in parts) else nullcontext()
+        with empty, forked(axis) if self.random else nullcontext():
+            if o.numbers is not None:
+                numbers = o.numbers.of(*args)[None]
+                args = torch.ops.dsp.gather(numbers, 0, axis.size, axis.group), *args
+            out = self.func(*args, **kwargs)  # type: ignore[misc]
+        if o.deal is not None:
+            results = tensors_in(out)
+            for i in o.deal.results:
+                results[i] = collect_rows(results[i], o.cut.dim, o.deal.deal, axis.group)  # type: ignore[union-attr]
+            return map_tensors(out, results)
+        if o.reduce is not None:
+            total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), axis.group)
+            return (total / o.reduce if o.reduce != 1.0 else total).to(out.dtype)
+        return out
+
+    def arguments(self, parts: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+        """The arguments with parts in the place of operands, with rows of neighbours or dealt rows where asked."""
+        o = self.outcome
+        table: dict[int, Any] = {id(x): t for x, t in zip(self.operands, parts)}
+        if o.rows:
+            table |= {id(self.operands[i]): rows for i, rows in rows_of(self.axis, o, parts, self.needs).items()}
+        if o.deal is not None:
+            i = o.deal.operand
+            table[id(self.operands[i])] = deal_rows(parts[i], self.needs[i].dim, o.deal.deal, self.axis.group)  # type: ignore[union-attr]
+        return without_operands(self.args, table), {k: without_operands(v, table) for k, v in self.kwargs.items()}
+
+
+def rows_of(axis: Axis, o: Outcome, parts: list[Tensor], needs: Any) -> dict[int, Any]:
+    """By operand, the spans of rows that this rank reads, in one exchange."""
+    pairs = [(i, rows) for i, spans in o.rows.items() if needs[i] is not None for rows in spans]
+    arrivals = iter(read_rows([parts[i] for i, _ in pairs], [rows for _, rows in pairs], axis.group))
+    read = {}
+    for i, spans in o.rows.items():
+        if needs[i] is None:
+            bounds = [(rows.dim, *rows.spans[axis.rank]) for rows in spans]
+            tensors = [parts[i].narrow(dim, start, stop - start) for dim, start, stop in bounds]
+        else:
+            tensors = [next(arrivals) for _ in spans]
+        read[i] = tensors[0] if len(tensors) == 1 else tensors
+    return read
