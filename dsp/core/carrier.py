@@ -125,7 +125,7 @@ def copies_of(base: Carrier) -> dict[Layout, Tensor]:
 
 
 def on_meta(t: Carrier, name: str, *args: Any, **kwargs: Any) -> Any:
-    """What a method says of a contiguous tensor of the global shape."""
+    """The result of a method on a contiguous tensor of the global shape."""
     return getattr(torch.empty(t.ref.shape, device="meta"), name)(*args, **kwargs)
 
 

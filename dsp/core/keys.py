@@ -1,8 +1,8 @@
 """Keys: how a call in a run finds its node in the record, and what was prepared for it.
 
 A node's key has what identifies it: the function, the numbers of its operands, the shapes of other tensors, and the
-values of plain arguments. Nodes with one key, such as the projections of one tensor by weights of one shape, are told
-apart by their turn.
+values of plain arguments. Nodes may share a key, such as the projections of one tensor by weights of one shape: then
+the turn decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VALUES = (int, str, bool, type(None), torch.dtype, torch.device, torch.layout, t
 
 
 def key_part(v: Any, exact: bool) -> Any:
-    """What a key has of an argument. exact: also how tensors are sharded, and all numbers."""
+    """The part of a key that an argument gives. exact: also how tensors are sharded, and all numbers."""
     kind = type(v)
     if isinstance(v, Carrier):
         return (v.ref.number, v.cut) if exact else v.ref.number
@@ -55,7 +55,7 @@ class Ready(NamedTuple):
 
 
 class Several(NamedTuple):
-    """What is ready for nodes with one key, by their turn."""
+    """The calls that are ready for nodes with one key, by turn."""
 
     key: Any
     by_turn: dict[int, Ready]
@@ -69,7 +69,7 @@ class Prepared:
         self.by_key: dict[Any, Ready | Several] = {}
 
     def get(self, key: Any, args: Any, kwargs: Any, first: Any = None) -> tuple[Ready | None, int | None]:
-        """What is ready for a call, if anything is; and whose turn it is, if that is known."""
+        """The call that is ready, if there is one; and the turn, if it is known."""
         ready = self.by_key.get(key)
         if type(ready) is not Several:
             return ready, None  # type: ignore[return-value]

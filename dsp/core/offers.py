@@ -23,7 +23,7 @@ from dsp.stages import Option, Stage, cut_for, fits_fold
 
 
 class Rules(Protocol):
-    """What is known of operations between stages."""
+    """The knowledge of operations between stages."""
 
     def of(self, record: Record, node: Node) -> list[Offer]:
         """The ways to run an operation; its operands and those of earlier nodes have their bases."""

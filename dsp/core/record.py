@@ -81,7 +81,7 @@ class Base:
         self.cuts.setdefault(cut, cut.extent(self.ref.shape[cut.dim]))
 
 
-class Local(Protocol):
+class LocalFunction(Protocol):
     """The function of an offer, for one rank and one call."""
 
     def __call__(self, axis: Axis, func: Any, args: Any, kwargs: Any) -> Callable[[list[Tensor]], Any]:
@@ -104,11 +104,11 @@ class Offer:
     nbytes: int = 0
     calls: int = 0
     last_resort: bool = False
-    local: Local | None = None
+    local: LocalFunction | None = None
     option: Option | None = None
 
 
-class Call(NamedTuple):
+class Operation(NamedTuple):
     """The call of an operation, with references in the place of tensors."""
 
     func: Any
@@ -145,7 +145,7 @@ class Node:
     kind: str
     name: str
     operands: list[Operand]
-    call: Call | BoundStage | None = None
+    call: Operation | BoundStage | None = None
     results: list[Ref] = field(default_factory=list)
     offers: list[Offer] = field(default_factory=list)
     in_place: bool = False

@@ -13,7 +13,7 @@ from dsp.core.carrier import Carrier, claim, plain
 from dsp.core.inputs import carried_inputs, signature_of
 from dsp.core.keys import key_part
 from dsp.core.offers import Rules, operands_of, stage_node
-from dsp.core.record import Call, Node, Record
+from dsp.core.record import Node, Operation, Record
 from dsp.core.stage_calls import StageCall
 from dsp.core.watch import Watch, refuse_transforms, watched
 from dsp.notation import StagePattern
@@ -43,7 +43,7 @@ class Recorder:
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)
         node = Node(
-            "operation", what.name, refs, Call(func, *replaced(args, kwargs, iter(refs))), in_place=what.in_place
+            "operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))), in_place=what.in_place
         )
         results = tensors_in(out)
         node.identity = len(results) == 1 and any(results[0] is plain(t) for t in operands[:1]) and not what.in_place

@@ -21,8 +21,7 @@ from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies
 from dsp.core.keys import Prepared, Ready, first_of, key_part
 from dsp.core.offers import Rules, operands_of, stage_node, unrecorded_offers
-from dsp.core.record import Call as OperationCall
-from dsp.core.record import Layout, Node, Offer, Record, global_shape, replicated
+from dsp.core.record import Layout, Node, Offer, Operation, Record, global_shape, replicated
 from dsp.core.watch import refuse_transforms
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
@@ -76,7 +75,7 @@ class Runner:
             refuse_transforms(args, kwargs)
             refs = operands_of(operands)
             node = Node("operation", what.name, refs, in_place=what.in_place)
-            node.call = OperationCall(func, *replaced(args, kwargs, iter(refs)))
+            node.call = Operation(func, *replaced(args, kwargs, iter(refs)))
             node.offers = self.rules.of(self.record, node)
             self.add(shared, node, operands)
         offer = node.offer

@@ -4,8 +4,8 @@ gather, rows dealt out, sums."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsp.calls import Operand, replaced, without_operands
 from dsp.collectives import summed_in
-from dsp.core.record import Call, Layout, Node
+from dsp.core.record import Layout, Node, Operation
 from dsp.deal import collect_rows, deal_rows
 from dsp.layout import Axis
 from dsp.randomness import forked
@@ -25,7 +25,7 @@ from dsp.tensors import map_tensors, tensors_in
 
 def frame_of(node: Node, cuts: Any, n: int) -> Frame:
     """The call of a node as a rule reads it, with its operands in the given cuts."""
-    assert isinstance(node.call, Call)
+    assert isinstance(node.call, Operation)
     operands = iter([Operand(tuple(t.shape), c) for t, c in zip(node.operands, cuts)])
     return Frame(node.name, *replaced(node.call.args, node.call.kwargs, operands), n, func=node.call.func)
 
@@ -60,8 +60,7 @@ class OnParts:
         args, kwargs = self.arguments(
             [axis.narrow(t, o.narrow[i]) if i in o.narrow else t for i, t in enumerate(parts)]
         )
-        empty = warnings.catch_warnings() if any(not t.numel() for t in parts) else nullcontext()
-        with empty, forked(axis) if self.random else nullcontext():
+        with quiet(parts), forked(axis) if self.random else nullcontext():
             if o.numbers is not None:
                 numbers = o.numbers.of(*args)[None]
                 args = torch.ops.dsp.gather(numbers, 0, axis.size, axis.group), *args
@@ -86,6 +85,17 @@ class OnParts:
             i = o.deal.operand
             table[id(self.operands[i])] = deal_rows(parts[i], self.needs[i].dim, o.deal.deal, self.axis.group)  # type: ignore[union-attr]
         return without_operands(self.args, table), {k: without_operands(v, table) for k, v in self.kwargs.items()}
+
+
+@contextmanager
+def quiet(parts: list[Tensor]) -> Iterator[None]:
+    """Ignore warnings on an empty part, such as those about statistics of no elements."""
+    if all(t.numel() for t in parts):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def rows_of(axis: Axis, o: Outcome, parts: list[Tensor], needs: Any) -> dict[int, Any]:

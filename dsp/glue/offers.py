@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsp.calls import GlueError, replaced
-from dsp.core.record import MOST, Base, Call, Layout, Node, Offer, Record, Ref, replicated
+from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.glue.local import LocalRule, frame_of
 from dsp.glue.sources import SourceWatch, source_offers
 from dsp.glue.traffic import traffic
@@ -27,25 +27,25 @@ COMBINATIONS = 256  # of layouts to try; if there are more, only those in which 
 
 
 class ShardingRules:
-    """What is known of operations, by the rules of `dsp.rules`."""
+    """The rules of `dsp.rules` as the core asks for them."""
 
     def of(self, record: Record, node: Node) -> list[Offer]:
         if not node.bases:
             return source_offers(record, node)
         if node.in_place and node.operands[0] in node.refs:
             node.refs[0].base.fixed = True
-        trial = Trial(record, node)
+        combinations = Combinations(record, node)
         if node.name in PRODUCTS:
-            trial.along_all_dims()
+            combinations.along_all_dims()
         else:
-            trial.align()
-            trial.combine(only_small=True)
-            if trial.stuck:  # no dim passes freely: try those that no stage has named, such as heads
-                trial.along_all_dims()
-        return trial.offers_for_node()
+            combinations.align()
+            combinations.combine(only_small=True)
+            if combinations.stuck:  # no dim passes freely: try those that no stage has named, such as heads
+                combinations.along_all_dims()
+        return combinations.offers_for_node()
 
     def view(self, node: Node, axis: Axis, cut: Layout, local: Tensor) -> Tensor:
-        assert isinstance(node.call, Call)
+        assert isinstance(node.call, Operation)
         func, args, kwargs = node.call
         if cut is None:
             args, kwargs = replaced(args, kwargs, iter([local, *node.operands[1:]]))
@@ -61,7 +61,7 @@ class ShardingRules:
         return SourceWatch(record)
 
 
-class Trial:
+class Combinations:
     """The combinations of layouts of a node's operands that its rule takes.
 
     offers: those found; refusal: the first error of the rule; views: all outcomes are views; passes: one passes a dim

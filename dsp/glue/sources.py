@@ -14,7 +14,7 @@ from torch import Tensor
 from dsp.calls import GlueError, Operand, replaced, without_operands
 from dsp.core.keys import key_part
 from dsp.core.offers import operands_of
-from dsp.core.record import Call, Node, Offer, Record, Ref, replicated
+from dsp.core.record import Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.recording import Recorder
 from dsp.core.watch import Watch
 from dsp.glue.local import LocalRule, frame_of
@@ -38,7 +38,7 @@ class SourceWatch(Watch):
             if not is_source(what.name, tensors, out) or record.n * out.nbytes <= record.longest:
                 return out
             refs = operands_of(tensors)
-            node = Node("operation", what.name, refs, Call(func, *replaced(args, kwargs, iter(refs))))
+            node = Node("operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))))
             node.results = [Ref(tuple(out.shape))]
             if len(record.rules.of(record, node)) == 1:  # only replicated
                 return out
