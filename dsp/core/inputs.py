@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dsp.core.carrier import carry
@@ -13,6 +14,7 @@ from dsp.core.record import Record
 from dsp.layout import Axis
 from dsp.moves import SplitInput, WholeInput
 from dsp.notation import StagePattern
+from dsp.private import pytree
 from dsp.signature import Arguments, Bound, Signature
 
 UNNAMED = StagePattern("", (), (), False, root=True)  # of a model whose stages name no inputs of the model itself
@@ -20,6 +22,21 @@ UNNAMED = StagePattern("", (), (), False, root=True)  # of a model whose stages 
 
 def signature_of(model: nn.Module, root: StagePattern | None) -> Signature:
     return Signature(model, root or UNNAMED, "the model")
+
+
+def call_key(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The properties of a call's inputs on which its record depends."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return spec, *map(properties, leaves)
+
+
+def properties(v: Any) -> Any:
+    if isinstance(v, Tensor):
+        dense = v.layout != torch.strided or v.is_contiguous()  # else a reshape of it may make a copy
+        return v.shape, v.dtype, v.requires_grad, None if dense else v.stride()
+    if isinstance(v, (bool, int, str)) or v is None:
+        return type(v), v
+    return type(v).__qualname__
 
 
 def add_inputs(record: Record, bound: Sequence[Bound]) -> None:

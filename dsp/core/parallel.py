@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsp.calls import GlueError
 from dsp.core.carrier import Carrier, plain
 from dsp.core.decide import decide
 from dsp.core.hooks import order_hooks
-from dsp.core.inputs import add_inputs, signature_of, split_inputs
+from dsp.core.inputs import add_inputs, call_key, signature_of, split_inputs
 from dsp.core.offers import Rules, lay_out
 from dsp.core.record import Node, Record
 from dsp.core.recording import record_forward
@@ -21,7 +21,6 @@ from dsp.core.watch import watched
 from dsp.gradients import covered_exit
 from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
-from dsp.private import pytree
 from dsp.randomness import share, unshare
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage
@@ -42,9 +41,9 @@ class Parallel:
             StageCall(stage, stage.module)
         inside = {id(m) for stage in stages for m in stage.module.modules()}
         self.between = [m for m in model.modules() if m is not model and id(m) not in inside]
-        model.forward = self
+        model.forward = self.call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(t, Carrier) for t in (*args, *kwargs.values())):  # a checkpoint around the model
             return self.forward(*args, **kwargs)
         order_hooks(self.between)
@@ -61,9 +60,7 @@ class Parallel:
 
     def record(self, args: Any, kwargs: Any) -> Record:
         """The record for inputs like these, made in the first call."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        properties = [(v.shape, v.dtype, v.requires_grad) if isinstance(v, Tensor) else v for v in leaves]
-        key = spec, *properties, self.model.training, torch.is_grad_enabled()
+        key = *call_key(args, kwargs), self.model.training, torch.is_grad_enabled()
         record = self.records.get(key)
         if record is None:
             record = self.records[key] = self.plan(args, kwargs)

@@ -53,7 +53,8 @@ class Ref(Operand):
             parent = self.maker.operands[0]
             assert isinstance(parent, Ref)
             cut = parent.cut_under(base_cut)
-            self.view_cuts[base_cut] = None if cut is None else self.maker.view_cut(cut)
+            view_cut = self.maker.view_cut
+            self.view_cuts[base_cut] = None if cut is None or view_cut is None else view_cut(cut)
         return self.view_cuts[base_cut]
 
     def base_cut(self, cut: Layout) -> Layout:
@@ -153,7 +154,7 @@ class Node:
     identity: bool = False
     checkpointed: bool = False
     draws: bool = False
-    view_cut: Callable[[Cut], Layout] = lambda cut: None
+    view_cut: Callable[[Cut], Layout] | None = None
     offer: Offer | None = None
     moves: list[Relayout] = field(default_factory=list)
     push: list[Layout] = field(default_factory=list)

@@ -19,7 +19,7 @@ from dsp.core.watch import Watch, refuse_transforms, watched
 from dsp.notation import StagePattern
 from dsp.plan.meter import Meter
 from dsp.plan.skeleton import Skeleton
-from dsp.private import FakeTensorMode, any_device, fake_tensor
+from dsp.private import FakeTensorMode, any_device, buffers_of, fake_tensor
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, remade, tensors_in
@@ -99,7 +99,7 @@ def record_forward(
         if isinstance(t, Carrier):
             record.outputs[k] = record.add(("output", k), Node("output", "output", [t.ref]))
     if record.sources and any(
-        isinstance(t, Carrier) for m in clone.modules() for t in tensors_in([m._buffers, vars(m)])
+        isinstance(t, Carrier) for m in clone.modules() for t in tensors_in([buffers_of(m), vars(m)])
     ):
         return record_forward(model, stages, root, *inputs, n, rules, sources=False)
     record.draws |= recorder.meter.random

@@ -25,8 +25,8 @@ ROOMS = {
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph pipelines parallel""",
-    "core": """record carrier keys watch copies offers checkpoints inputs stage_calls recording run hooks placement decide
-        parallel""",
+    "core": """record carrier keys watch copies offers checkpoints inputs stage_calls recording run hooks placement
+        decide parallel""",
     "glue": "traffic local sources offers",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
