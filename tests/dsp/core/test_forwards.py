@@ -1,0 +1,71 @@
+"""The record and its run: exact against one process, nothing long made whole, transforms refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsp.calls import GlueError
+from dsp.parallel import parallelize
+from dsp.tensors import memory, tensors_in
+from tests.support.beside import beside, unsharded
+from tests.support.forwards import FORWARDS, Layers, Mapped, clip
+from tests.support.refusals import refused
+
+ROUNDING = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Count(TorchDispatchMode):
+    """Counts the tensors of `numel` elements that operations make, in all phases of a step; views make none."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        operands = {memory(t) for t in tensors_in((args, kwargs))}
+        self.count += sum(t.numel() == self.numel and memory(t) not in operands for t in tensors_in(out))
+        return out
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_is_exact_and_makes_nothing_long_whole(mesh: DeviceMesh, name: str) -> None:
+    make, inputs, numel = FORWARDS[name]
+    single, batch = make().double(), inputs()
+    batch["x"].requires_grad_()
+    model = parallelize(copy.deepcopy(single), mesh)
+    beside(single, model, mesh, batch, rounds=2, **ROUNDING)
+    if numel:
+        counts = []
+        for m in (single, model):
+            with Count(numel) as count:
+                m(**batch).square().mean().backward()
+            counts.append(count.count)
+        assert counts[0], "one process makes it"
+        assert not counts[1], "a rank does not"
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize("nested", [False, True])
+def test_fully_shard_on_stages_and_the_model(mesh: DeviceMesh, nested: bool) -> None:
+    single = Layers(nested).double()
+    model = parallelize(copy.deepcopy(single), mesh)
+    for layer in model.layers:
+        fully_shard(layer.time, mesh=mesh)
+        fully_shard(layer.space, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    beside(single, model, mesh, clip(1, 7, 5, 16), rounds=2, gradients=unsharded, **ROUNDING)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_transform_over_a_part_is_refused(mesh: DeviceMesh, closed: bool) -> None:
+    model = parallelize(Mapped(closed).double(), mesh)
+    refused("torch.vmap or another transform", model, clip(1, 7, 5, 16)["x"], error=GlueError)

@@ -1,0 +1,196 @@
+"""Small models that say one thing each about operations between stages: checkpoints, sources, masks, views, transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+SPACE_TIME = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+again = partial(checkpoint, use_reentrant=False)
+
+
+class Along(nn.Module):
+    """A transformer layer along one dim of x: b t s c."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.block = dim, nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.movedim(self.dim, 2)
+        return x + self.block(rows.flatten(0, 1)).view(rows.shape).movedim(2, self.dim)  # no view, as fully_shard wants
+
+
+class SpaceTime(nn.Module):
+    """Two stages, and nothing between them."""
+
+    stages = SPACE_TIME
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time, self.norm = Along(2), Along(1), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.time(self.space(x))
+
+
+class Residual(SpaceTime):
+    """Residual streams, norms and a softmax between stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.space(self.norm(x))
+        return (x + 0.5 * self.time(self.norm(x))).softmax(-1)
+
+
+class Views(SpaceTime):
+    """Views of one tensor read in two layouts, slices, a statistic along the sharded dim, a convolution over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.space(x)
+        rows = y.flatten(0, 1).transpose(1, 2)  # a view of a view, which the convolution reads along s
+        z = self.conv(rows).transpose(1, 2).unflatten(0, x.shape[:2])
+        y = self.time(y) + z
+        y = (y - y.mean(1, keepdim=True)) / (y.std(1, keepdim=True) + 1)
+        return torch.cat([y[:, 2:], y[:, :2]], 1) * y.amax((1, 2), keepdim=True)
+
+
+class Layers(nn.Module):
+    """Layers in checkpoints; nested: in checkpoints inside another one."""
+
+    stages = {"": "x=b t s c", "layers.*.space": "b t [s c]", "layers.*.time": "b [t] s [c]"}
+
+    def __init__(self, nested: bool = False) -> None:
+        super().__init__()
+        self.layers, self.nested = nn.ModuleList(Residual() for _ in range(3)), nested
+
+    def layer(self, i: int, x: Tensor) -> Tensor:
+        m = self.layers[i]
+        x = x + m.space(m.norm(x))
+        return x + 0.5 * m.time(m.norm(x))
+
+    def first_two(self, x: Tensor) -> Tensor:
+        return again(self.layer, 1, again(self.layer, 0, x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = again(self.first_two, x) if self.nested else self.first_two(x)
+        return again(self.layer, 2, x)
+
+
+class Table(nn.Module):
+    """A table of positions, made in forward of short tensors, for a rotation before attention without a stage; and a
+    token repeated to the length. kept: the module keeps the table for later calls."""
+
+    stages = {"": "x=b n c"}
+
+    def __init__(self, kept: bool = False) -> None:
+        super().__init__()
+        self.qk, self.token, self.kept = nn.Linear(16, 48), nn.Parameter(torch.randn(16)), kept
+        self.table: Tensor | None = None
+        self.register_buffer("freqs", torch.linspace(1, 0.01, 12))
+
+    def angle(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            return torch.outer(torch.arange(x.shape[1], dtype=x.dtype), self.freqs)
+        if self.table is None:
+            self.table = torch.outer(torch.arange(64, dtype=x.dtype), self.freqs)
+        return self.table[: x.shape[1]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = self.angle(x)
+        y = x * self.token.repeat(x.shape[1], 1)
+        a, b = self.qk(y).chunk(2, -1)
+        q, k = (torch.cat([t * angle[:, :12].cos(), t * angle[:, :12].sin()], -1) for t in (a[..., :12], b[..., :12]))
+        return nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], y[:, None])[:, 0, :, :3]
+
+
+class Masks(nn.Module):
+    """Attention without a stage under an n x n mask, made of an input that nobody named. depth: checkpoints around it."""
+
+    stages = {"": "x=b n c"}
+
+    def __init__(self, depth: int = 0) -> None:
+        super().__init__()
+        self.qkv, self.depth = nn.ModuleList(nn.Linear(8, 24) for _ in range(2)), depth
+
+    def layer(self, i: int, x: Tensor, seg: Tensor) -> Tensor:
+        q, k, v = self.qkv[i](x)[:, None].chunk(3, -1)
+        mask = seg[:, :, None] == seg[:, None, :]
+        return x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])[:, 0]
+
+    def layers(self, x: Tensor, seg: Tensor) -> Tensor:
+        call: Callable[..., Tensor] = again if self.depth else lambda f, *args: f(*args)
+        for i in range(2):
+            x = call(self.layer, i, x, seg)
+        return x
+
+    def forward(self, x: Tensor, seg: Tensor) -> Tensor:
+        return again(self.layers, x, seg) if self.depth > 1 else self.layers(x, seg)
+
+
+class Pairs(nn.Module):
+    """New zeros to which sharded tensors are added; writes: into which one is written."""
+
+    stages = {"": "x=b n c", "rows": "b i [j c]"}
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.rows, self.writes = nn.Sequential(nn.Linear(8, 8), nn.Softmax(2)), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        z = torch.zeros(b, n, n, c, dtype=x.dtype)
+        if self.writes:
+            z[..., :4] = x[:, :, None, :4]
+            z[..., 4:] += x[:, None, :, 4:]
+        else:
+            z = z + x[:, :, None] * x[:, None]
+        return self.rows(z).mean(2)
+
+
+class Mapped(SpaceTime):
+    """torch.vmap over a tensor between stages; closed: over another one, with it in a closure."""
+
+    def __init__(self, closed: bool = False) -> None:
+        super().__init__()
+        self.closed = closed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.space(x)
+        if self.closed:
+            return self.time(torch.vmap(lambda w: y * w)(torch.linspace(1, 2, 3, dtype=y.dtype)).sum(0))
+        return self.time(torch.vmap(lambda v: v * v.sum(0), in_dims=1, out_dims=1)(y))
+
+
+def clip(*shape: int) -> dict[str, Any]:
+    return {"x": torch.randn(*shape, dtype=torch.float64)}
+
+
+def segments(n: int) -> dict[str, Any]:
+    return {**clip(2, n, 8), "seg": torch.arange(2 * n).view(2, n) % 5}
+
+
+# name -> model, inputs, and the elements of the tensor that no rank may make whole (0: there is none)
+FORWARDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int]] = {
+    "two stages": (SpaceTime, partial(clip, 2, 7, 5, 16), 0),
+    "a rank without a part": (SpaceTime, partial(clip, 1, 2, 5, 16), 0),
+    "residual": (Residual, partial(clip, 2, 7, 5, 16), 0),
+    "views": (Views, partial(clip, 1, 7, 5, 16), 0),
+    "checkpoints": (Layers, partial(clip, 1, 7, 5, 16), 0),
+    "nested checkpoints": (partial(Layers, True), partial(clip, 1, 7, 5, 16), 0),
+    "table": (Table, partial(clip, 1, 37, 16), 37 * 12),
+    "kept table": (partial(Table, True), partial(clip, 1, 37, 16), 0),
+    "mask": (Masks, partial(segments, 101), 2 * 101 * 101),
+    "mask in checkpoints": (partial(Masks, 1), partial(segments, 101), 2 * 101 * 101),
+    "mask in nested checkpoints": (partial(Masks, 2), partial(segments, 101), 2 * 101 * 101),
+    "zeros": (Pairs, partial(clip, 2, 11, 8), 2 * 11 * 11 * 8),
+    "zeros written into": (partial(Pairs, True), partial(clip, 2, 11, 8), 2 * 11 * 11 * 8),
+}
