@@ -1,4 +1,4 @@
-"""Small models that say one thing each about operations between stages: checkpoints, sources, masks, views, transforms."""
+"""Small models that show one thing each between stages: checkpoints, sources, masks, views, transforms."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Table(nn.Module):
 
 
 class Masks(nn.Module):
-    """Attention without a stage under an n x n mask, made of an input that nobody named. depth: checkpoints around it."""
+    """Attention without a stage, under an n x n mask of an input that nobody named. depth: of checkpoints around it."""
 
     stages = {"": "x=b n c"}
 

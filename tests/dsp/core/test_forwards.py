@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
