@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import dsp.embedded
 import zoo
-from dsp.plan.table import StageRow
+from dsp.report.table import StageRow
 
 METHODS = {
     "dsp": "DSP", "ulysses": "Ulysses", "ring": "ring attention", "megatron_lm": "Megatron-LM",

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dsp.ops import gather, hand_over, mean, split, start_switch, switch
     from dsp.plan.choose import Sizing, choose
     from dsp.plan.make import plan
-    from dsp.plan.table import Plan
     from dsp.plan.without_data import without_data
+    from dsp.report.table import Plan
     from dsp.routes import Route
     from dsp.run.parallel import parallelize
 
@@ -66,7 +66,7 @@ NAMES = {
     "ops": "gather hand_over mean split start_switch switch",
     "plan.choose": "Sizing choose",
     "plan.make": "plan",
-    "plan.table": "Plan",
+    "report.table": "Plan",
     "plan.without_data": "without_data",
     "routes": "Route",
     "run.parallel": "parallelize",

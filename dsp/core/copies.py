@@ -15,7 +15,7 @@ from dsp.layout import Axis, separable
 from dsp.moves import Part, gather_local, switch_all
 
 
-class Switch(NamedTuple):
+class CopySwitch(NamedTuple):
     base: Carrier
     src: Layout
     dst: Layout
@@ -29,7 +29,7 @@ class Copies:
 
     def bring(self, node: Node, operands: Sequence[Tensor], needs: Sequence[Layout]) -> list[Tensor]:
         """The parts of a node's operands in the cuts that it needs."""
-        switches: list[Switch] = []
+        switches: list[CopySwitch] = []
         for moved, src, dst in node.moves:  # as planned
             for base in (base_of(t) for t in operands if isinstance(t, Carrier)):
                 if base.ref.base is moved:
@@ -40,7 +40,7 @@ class Copies:
         self.make(switches)
         return [self.part(t, need) for t, need in zip(operands, needs)]
 
-    def want(self, switches: list[Switch], base: Carrier, dst: Layout, planned: tuple[Layout, ...] = ()) -> None:
+    def want(self, switches: list[CopySwitch], base: Carrier, dst: Layout, planned: tuple[Layout, ...] = ()) -> None:
         """Make a copy of a base, or note the switch that makes it, from the copy that the plan names or the nearest."""
         copies = copies_of(base)
         if dst == base.cut or dst in copies or any(s.base is base and s.dst == dst for s in switches):
@@ -58,12 +58,12 @@ class Copies:
             elif dst is None:
                 copies[None] = gather_local(local, src, base.ref.shape, self.axis)
             elif separable(base.ref.shape, src, dst, self.record.n):
-                switches.append(Switch(base, src, dst))
+                switches.append(CopySwitch(base, src, dst))
             else:
                 self.want(switches, base, None, (src,))
                 self.want(switches, base, dst, (None,))
 
-    def make(self, switches: list[Switch]) -> None:
+    def make(self, switches: list[CopySwitch]) -> None:
         """Make the switches noted; small ones share a call."""
         if not switches:
             return

@@ -12,13 +12,13 @@ from dsp.compile_off import CompileOff
 from dsp.core.carrier import Carrier, claim, plain
 from dsp.core.inputs import carried_inputs, signature_of
 from dsp.core.keys import key_part
+from dsp.core.meter import Meter
 from dsp.core.offers import Rules, operands_of, stage_node
 from dsp.core.record import Node, Operation, Record
+from dsp.core.skeleton import Skeleton
 from dsp.core.stage_calls import StageCall
 from dsp.core.watch import Watch, refuse_transforms, watched
 from dsp.notation import StagePattern
-from dsp.plan.meter import Meter
-from dsp.plan.skeleton import Skeleton
 from dsp.private import FakeTensorMode, any_device, buffers_of, fake_tensor
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage

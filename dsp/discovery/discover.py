@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dsp import randomness
 from dsp.calls import GlueError
 from dsp.collectives import inexact
+from dsp.core.skeleton import Skeleton
 from dsp.discovery.calls import ModuleCall
 from dsp.discovery.patterns import Patterns
 from dsp.discovery.repeats import Repeats
@@ -35,7 +36,6 @@ from dsp.layout import Cut
 from dsp.notation import NotationError
 from dsp.plan.make import plan_stages, stages_of
 from dsp.plan.reads import READS, place
-from dsp.plan.skeleton import Skeleton
 from dsp.plan.solve import Goal
 from dsp.private import FakeTensorMode, fake_tensor, pytree
 from dsp.slices import Probe, call_part, copies
@@ -155,7 +155,7 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
         alone = sum(p.flops_alone for p in plans)
         sent = sum(sum(p.bytes.values()) for p in plans)
         for p in plans:  # an input left replicated suits the first layer only: later ones would gather and split
-            sent += sum(2 * inputs[k] * (p.size - 1) // p.size for k, cut in p.script.inputs.items() if cut is None)
+            sent += sum(2 * inputs[k] * (p.size - 1) // p.size for k, cut in p.entry.items() if cut is None)
         return round(sum(p.flops_whole for p in plans) / alone, 2) if alone else 1.0, sent
 
     patterns = Patterns(search, root)

@@ -23,7 +23,7 @@ from dsp.notation import NotationError, StagePattern
 from dsp.overlap import overlap_of, refuse_overlap
 from dsp.plan.make import plan_stages, stages_of
 from dsp.plan.solve import Goal
-from dsp.plan.table import Plan
+from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.run.agreement import agree
 from dsp.run.parallel import FullRuntime, kind_of

@@ -10,7 +10,7 @@ import torch
 
 from dsp.embedded.method import METHODS
 from dsp.hardware import Estimate, Hardware, all_reduced, clock, fully_sharded
-from dsp.plan.table import Plan
+from dsp.report.table import Plan
 from dsp.text import aligned, human, number_of
 
 

@@ -16,7 +16,7 @@ from dsp.text import generic
 
 if TYPE_CHECKING:
     from dsp.plan.events import Trace
-    from dsp.plan.table import Plan
+    from dsp.report.table import Plan
 
 log = logging.getLogger("dsp")
 

@@ -15,8 +15,8 @@ from dsp.overlap import overlap_of
 from dsp.plan.make import quickest, stages_of
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal
-from dsp.plan.table import Plan
 from dsp.planner import Infeasible
+from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.text import aligned, human
 from dsp.wire import SAME, permitted

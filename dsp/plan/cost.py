@@ -9,9 +9,9 @@ from itertools import accumulate
 
 from dsp.plan.events import Trace
 from dsp.plan.solve import Decision, Solved
-from dsp.plan.table import StageRow, Switch, Whole
 from dsp.plan.values import is_batch
 from dsp.planner import Choice, Layout, Move, chunk_sizes
+from dsp.report.table import StageRow, Switch, Whole
 from dsp.stages import Stage
 from dsp.text import generic
 

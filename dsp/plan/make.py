@@ -24,9 +24,9 @@ from dsp.plan.overlap import Overlaps
 from dsp.plan.program import Program
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal, solved
-from dsp.plan.table import Plan
 from dsp.plan.traffic import PlannedTraffic, of_links
 from dsp.planner import Packed, Value
+from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.stages import Stage, declared
 from dsp.wire import AS_IT_IS, SAME, Wire, format_for, permitted
@@ -65,6 +65,7 @@ def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
         found.solution.exact,
         program.script(overlaps.pieces, overlaps.ahead),
         sendings=traffic.sendings,
+        entry={param: program.entry.get(v) for param, v in t.inputs.items()},
         share=max((own for own, _ in loads.held), default=1) / loads.longest,
         whole=loads.whole(),
         calls={phase: sum(times for _, times in sent.values()) for phase, sent in traffic.sends.items()},

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsp.plan.skeleton import foreign
+from dsp.core.skeleton import foreign
 from dsp.private import FakeTensor, children_of, pytree, storage_id
 from dsp.tensors import tensors_in, version
 

@@ -19,13 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from dsp.between import Between, suspects, unrunnable
 from dsp.calls import GlueError
 from dsp.compile_off import CompileOff
+from dsp.core.skeleton import Skeleton
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.choices import Choices
 from dsp.plan.events import Trace
 from dsp.plan.record import Cost
 from dsp.plan.recorder import Recorder
-from dsp.plan.skeleton import Skeleton
 from dsp.private import FakeTensorMode, any_device, fake_tensor, schema_of
 from dsp.sharded import Sharded, laid_out
 from dsp.signature import Bound, Signature, sizes_of_root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from dsp.legs import DIRECT, STRAIGHT
 from dsp.methods import Sent
@@ -11,8 +12,29 @@ from dsp.plan.overlap import Overlaps
 from dsp.plan.program import Program
 from dsp.plan.script import INPUTS, Where
 from dsp.plan.solve import Decision, Goal, Solved
-from dsp.plan.table import Sending
-from dsp.planner import MOVES, Layout, Move, dealt, fuses
+from dsp.planner import MOVES, Layout, Move, Value, dealt, fuses
+
+
+class Sending(NamedTuple):
+    """A collective of a plan outside of stages, or a tensor's share of one (calls 0): a move, or bytes of each rank.
+
+    where: for a backward, the place of its forward. A move leads from `src` to `dst`, and its backward the other way;
+    the backward of a gather is the reduce-scatter into `src`.
+    """
+
+    phase: str  # "forward", "backward", "recompute"
+    where: Where
+    kind: str
+    calls: int
+    value: Value | None = None
+    src: Layout = None
+    dst: Layout = None
+    each: tuple[int, ...] = ()
+
+    def sent(self, n: int) -> Sequence[int]:
+        """Bytes that each of n ranks sends."""
+        return self.each if self.value is None else MOVES[self.kind].sent(self.value, self.src, self.dst, n)
+
 
 Each = dict[str, tuple[list[int], int]]  # by kind: bytes that each rank sends, and calls
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dsp.plan.skeleton import own_containers
+from dsp.core.skeleton import own_containers
 from dsp.tensors import version
 
 NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, partial)

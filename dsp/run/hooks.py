@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dsp.calls import GlueError
-from dsp.plan.skeleton import foreign
+from dsp.core.skeleton import foreign
 from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
 from dsp.run.stage_calls import StageCalls
 from dsp.sharded import ACTIVE, Sharded, plain

@@ -31,7 +31,6 @@ from dsp.plan.operations import Operations
 from dsp.plan.recorder import Recorder
 from dsp.plan.rehearsal import trace
 from dsp.plan.solve import Goal
-from dsp.plan.table import Plan
 from dsp.plan.tracing import KEPT
 from dsp.private import (
     COMPILERS_OWN,
@@ -45,6 +44,7 @@ from dsp.private import (
     maybe_current_level,
     uncompiled,
 )
+from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.forward import Run, Unfit

@@ -46,7 +46,7 @@ def counting_writes() -> Iterator[None]:
 
 
 class Decided(NamedTuple):
-    """A plan with no more than a run needs; `dsp.plan.table.Plan` adds the figures and the table."""
+    """A plan with no more than a run needs; `dsp.report.table.Plan` adds the figures and the table."""
 
     script: Script
 

@@ -23,7 +23,7 @@ from dsp.text import human
 
 if TYPE_CHECKING:
     from dsp.plan.script import Script
-    from dsp.plan.table import Plan
+    from dsp.report.table import Plan
     from dsp.run.forward import Run
 
 RIGHT = "Its results are right"

@@ -29,10 +29,10 @@ import dsp
 import dsp.embedded
 import zoo
 from dsp.calls import Operand
+from dsp.core.meter import Meter
 from dsp.embedded import blocks
 from dsp.exchange import SwitchPlan
 from dsp.layout import Axis, Cut, chunk
-from dsp.plan.meter import Meter
 from dsp.planner import chunk_sizes
 from dsp.randomness import forked
 from dsp.rules import RULES, Frame

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import dsp
 import zoo
 from dsp import hardware
+from dsp.core.meter import Meter
 from dsp.hardware import Exchange, accelerator, all_reduced, fully_sharded, measure
 from dsp.plan.make import WORTH, shortest
-from dsp.plan.meter import Meter
 from dsp.wire import AS_IT_IS, Wire, format_for, permitted
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints

@@ -13,21 +13,22 @@ LAYERS = """
 text private launch lines world notation planner messages formats wire hardware overlap
 tensors compile_off observers exchange legs routes packed collectives chunked pending sent rows deal count gradients
 layout sharded moves ops randomness methods signature stages known slices calls traits between
-rules plan run core glue parallel check discovery embedded cluster_check
+rules core glue report plan run parallel check discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions""",
-    "plan": """script record recorder events skeleton values choices tracing solve program
-        places precision meter operation names backwards operations stage_cache without_data measuring rehearsal reads
-        picture hidden table cost overlap traffic advice make choose""",
+    "plan": """script record recorder events values choices tracing solve program
+        places precision operation names backwards operations stage_cache without_data measuring rehearsal reads
+        cost overlap traffic advice make choose""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph pipelines parallel""",
-    "core": """record carrier keys watch copies offers checkpoints inputs stage_calls recording run hooks placement
-        decide parallel""",
+    "core": """meter skeleton record carrier keys watch copies offers checkpoints inputs stage_calls recording run hooks
+        placement decide parallel""",
     "glue": "traffic local sources offers",
+    "report": "picture hidden table",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid core ulysses low_rank ring tensor method timing",

@@ -11,7 +11,7 @@ from PIL import Image
 
 import dsp
 import zoo
-from dsp.plan.picture import LONGEST, _two_lines
+from dsp.report.picture import LONGEST, _two_lines
 from tests.support.inference import tiny_run  # noqa: F401
 from tests.support.runs import Runs, metrics
 from zoo.training import config as cfg

@@ -157,6 +157,21 @@ def test_a_silent_rank_is_named(start, capsys):
     )  # fmt: skip
 
 
+def test_a_suspended_run_goes_on(start, capsys, monkeypatch):
+    """A gap in a watcher's own clock is nobody's fault: not silence, and not a hang."""
+    real, suspended = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + suspended[0])
+    both = start(timeout=2.0)
+    for _ in range(6):
+        for progress in both.progress:
+            progress.count += 1
+        time.sleep(0.2)
+        suspended[0] += 9.0
+    time.sleep(0.2)
+    assert both.ended == {}
+    assert capsys.readouterr().err == ""
+
+
 def test_a_hanging_rank_is_named_and_those_that_wait_are_not(start, capsys, monkeypatch):
     places = {"step 5": ("step 5, in all_reduce", True), "loading": ("step 5, in read (zoo/data/x.py:3)", False)}
     monkeypatch.setattr(Progress, "where", lambda self: places.get(self.doing, ("the start", False)))

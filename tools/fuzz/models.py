@@ -42,8 +42,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import dsp
-from dsp.plan.table import Plan
 from dsp.private import FakeTensor
+from dsp.report.table import Plan
 from tests.support import ranks
 from tools.fuzz.programs import (
     Step,

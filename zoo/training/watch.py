@@ -59,15 +59,31 @@ class Progress:
         return ", in ".join([self.doing, *places[:1]]), waits
 
 
+class Clock:
+    """Seconds in which this process ran: while it was suspended no rank was silent and none hung."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+        self.suspended = 0.0
+
+    def __call__(self, longest: float = 0.0) -> float:
+        """The time; `longest`: seconds that the caller may have taken since the last call, where that is known."""
+        now = time.monotonic()
+        if now - self.last > max(longest, 5 * BEAT):
+            self.suspended += now - self.last
+        self.last = now
+        return now - self.suspended
+
+
 @dataclass
 class Peer:
-    """A rank, and its progress when it was last heard."""
+    """A rank, and its progress when it was last heard; times are those of the watch's clock."""
 
     rank: int
     end: Connection | None = None  # None: this rank itself
     name: str = "?"  # its process and host
-    heard: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)
+    heard: float = 0.0
+    moved: float = 0.0
     count: int = 0
     place: str = "the start"
     waits: bool = False
@@ -76,9 +92,9 @@ class Peer:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.name})"
 
-    def note(self, count: int, place: str, waits: bool) -> None:
+    def note(self, now: float, count: int, place: str, waits: bool) -> None:
         if count != self.count:
-            self.count, self.moved = count, time.monotonic()
+            self.count, self.moved = count, now
         self.place, self.waits = place, waits
 
 
@@ -89,7 +105,10 @@ class Watch:
         self, rank: int, peers: list[Peer], timeout: float, progress: Progress, leave: Callable[[int], Any] = os._exit
     ):
         self.rank, self.peers, self.timeout, self.progress, self.leave = rank, peers, timeout, progress, leave
+        self.clock = Clock()
         self.me = Peer(rank, None, f"process {os.getpid()}")
+        for peer in (self.me, *peers):
+            peer.heard = peer.moved = self.clock()
         self.fault: tuple[str, int, bool] | None = None  # the line that ends the run, exit status, whether it is a hang
         self.known, self.closing, self.mine = threading.Event(), threading.Event(), threading.Event()
         self.lock = threading.Lock()
@@ -152,22 +171,18 @@ class Watch:
     # ------------------------------------------------------------------------------------------------- in the thread
 
     def _watch(self) -> None:
-        beaten = seen = 0.0
+        beaten = 0.0
         while not self.closing.is_set() and self.fault is None:
-            now = time.monotonic()
-            if now - seen > 5 * BEAT:  # this rank itself was stopped: the others were not silent
-                for peer in self.peers:
-                    peer.heard = peer.moved = now
-            seen = now
+            now = self.clock()
             if now - beaten >= BEAT / 2:
                 beaten, beat = now, (self.progress.count, *self.progress.where())
-                self.me.note(*beat)
+                self.me.note(now, *beat)
                 self._say(beat=beat)
-                seen = time.monotonic()  # sending to a stopped rank takes a while
+                self.clock(len(self.peers) * (STUCK + BEAT))  # sending to stopped ranks takes a while
             ends: dict[Any, Peer] = {peer.end: peer for peer in self.peers if peer.end and not peer.left}
             for end in wait(list(ends), min(BEAT, self.timeout) / 4):
                 self._take(ends[end], received(end))
-            self._judge(time.monotonic())
+            self._judge(self.clock())
         if self.fault is not None and self.fault[2] and self.progress.folder is not None:
             flight.write(self.progress.folder, self.rank, self.progress, self.fault[0])
         if self.mine.is_set():
@@ -176,9 +191,9 @@ class Watch:
             self.leave(self.fault[1])
 
     def _take(self, peer: Peer, message: dict[str, Any]) -> None:
-        peer.heard = time.monotonic()
+        peer.heard = self.clock()
         if "beat" in message:
-            peer.note(*message["beat"])
+            peer.note(peer.heard, *message["beat"])
         elif "fault" in message:
             self._end(*message["fault"], heard=True)
         elif "error" in message:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dsp
-from dsp.plan.table import Plan
+from dsp.report.table import Plan
 from tests.support import toys
 
 

@@ -22,8 +22,8 @@ import dsp
 from dsp.chunked import ChunkedSwitch, UnderWay
 from dsp.hardware import Hardware, Link
 from dsp.layout import Axis, Cut
-from dsp.plan.hidden import EXCHANGE
-from dsp.plan.table import Plan
+from dsp.report.hidden import EXCHANGE
+from dsp.report.table import Plan
 from dsp.wire import AS_IT_IS
 from tests.support.beside import averaged, beside, unsharded
 from tests.support.loopback import TOLERANCE, measured

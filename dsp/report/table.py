@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,34 +14,11 @@ from dsp.layout import Cut
 from dsp.legs import BETWEEN, DIRECT, STRAIGHT, WITHIN, Ways
 from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
-from dsp.plan.hidden import Overlapped
-from dsp.plan.picture import ribbon
-from dsp.plan.record import Record
-from dsp.plan.script import Script, Where
-from dsp.planner import MOVES, Layout, Problem, Value
+from dsp.planner import Layout, Problem
+from dsp.report.hidden import Overlapped
+from dsp.report.picture import ribbon
 from dsp.text import generic, human, number_of
 from dsp.wire import AS_IT_IS, Wire
-
-
-class Sending(NamedTuple):
-    """A collective of a plan outside of stages, or a tensor's share of one (calls 0): a move, or bytes of each rank.
-
-    where: for a backward, the place of its forward. A move leads from `src` to `dst`, and its backward the other way;
-    the backward of a gather is the reduce-scatter into `src`.
-    """
-
-    phase: str  # "forward", "backward", "recompute"
-    where: Where
-    kind: str
-    calls: int
-    value: Value | None = None
-    src: Layout = None
-    dst: Layout = None
-    each: tuple[int, ...] = ()
-
-    def sent(self, n: int) -> Sequence[int]:
-        """Bytes that each of n ranks sends."""
-        return self.each if self.value is None else MOVES[self.kind].sent(self.value, self.src, self.dst, n)
 
 
 @dataclass(frozen=True)
@@ -125,8 +102,9 @@ class Plan:
     peak: int
     resident: int
     exact: bool
-    script: Script = field(repr=False)
-    sendings: list[Sending] = field(default_factory=list, repr=False, compare=False)  # outside of stages
+    script: Any = field(default=None, repr=False)
+    sendings: list[Any] = field(default_factory=list, repr=False, compare=False)  # outside of stages
+    entry: dict[str, Layout] = field(default_factory=dict, repr=False)  # the cut in which each input enters
     share: float = 1.0
     whole: list[Whole] = field(default_factory=list)
     remedy: str = ""  # a line of stages that would help there
@@ -145,7 +123,7 @@ class Plan:
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the dims that each declared input is split along
     compiled: list[str] = field(default_factory=list)  # functions between stages that run uncompiled
     reads: str = ""  # what reads data, and its line: the plan holds for forwards that take the same branches
-    record: Record | None = field(default=None, repr=False, compare=False)
+    record: Any = field(default=None, repr=False, compare=False)
     chosen: bool = True  # whether stages run replicated for want of a dim to shard, not by the method
     wire: Wire = AS_IT_IS
     ways: Ways = STRAIGHT
