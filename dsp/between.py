@@ -21,6 +21,10 @@ from dsp.traits import UNRUNNABLE, Traits, traits
 
 INDEXED = frozenset({"getitem", "setitem"})
 ITEMS = frozenset({int, slice, type(None), type(...), list, bool})  # the usual items of an index, beside tensors
+DIFFERENT = (
+    "{} between stages would leave each rank a different tensor, where the ranks of one sequence share every tensor; "
+    "call it in a stage, a submodule with a pattern, or use all_reduce(), all_gather() or broadcast()"
+)
 
 
 class Between(TorchFunctionMode):
@@ -102,6 +106,8 @@ def suspects(what: Traits, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def unrunnable(what: Traits) -> GlueError:
+    if what.name.startswith("distributed."):
+        return GlueError(DIFFERENT.format(UNRUNNABLE[what.name]))
     instead = instead_of(what.name)
     name = UNRUNNABLE.get(what.name, f"{what.name}() under torch.vmap or another transform of torch.func")
     return GlueError(

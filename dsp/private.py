@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_work  # waits for a tensor wait for it too
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level  # torch.func
-from torch._ops import OpOverload  # an op, as seen below autograd
+from torch._ops import OpOverload, OpOverloadPacket  # an op, as seen below autograd; as called
 from torch._subclasses.fake_tensor import (  # tensors without data; their errors
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -65,12 +65,22 @@ hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")  # of a module: or
 backward_hooks_of = attrgetter("_backward_pre_hooks", "_backward_hooks")
 compiled_call = attrgetter("_compiled_call_impl")  # the result of the module's compile(), or None
 schema_of = attrgetter("_schema")  # of an op
+
 storage_id = attrgetter("_cdata")  # of a storage: its address
 base_of = attrgetter("_base")  # of a view: its base
 version_of = attrgetter("_version")  # of a tensor: the number of writes
 is_view = Tensor._is_view
 forward_level = attrgetter("_current_level")  # of torch.autograd.forward_ad: -1 outside of it
 indices_of, values_of = Tensor._indices, Tensor._values  # of a sparse tensor, as stored
+
+
+def schemas(func: Any) -> list[Any]:
+    """The schemas of an op, of all overloads of a packet, or of those of a torch function written in C++."""
+    if isinstance(func, OpOverload):
+        return [schema_of(func)]
+    if type(func) in (type(torch.add), type(Tensor.add)):
+        func = getattr(torch.ops.aten, func.__name__, None)
+    return [schema_of(getattr(func, name)) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else []
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
@@ -393,6 +403,7 @@ __all__ = [
     "pytree",
     "saving_hooks",
     "schema_of",
+    "schemas",
     "set_backward_hooks",
     "set_compiled_call",
     "storage_id",

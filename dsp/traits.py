@@ -1,25 +1,32 @@
-"""The traits of torch functions: plain names, what they read and write, and tables that rules fill."""
+"""The traits of torch functions: plain names, the arguments that they write into, and tables that rules fill."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsp.private import set_backward_hooks
+from dsp.calls import tensor_args
+from dsp.private import schemas, set_backward_hooks
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # call Python for every element
 STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # read memory as it lies on each rank
 RESHAPING = ("squeeze", "unsqueeze", "transpose", "swapaxes", "swapdims", "t", "detach")  # in place
 SET = ("data", "grad", "real", "imag")  # attributes that can be set
+# collectives of torch.distributed whose result, or whose call, differs between ranks
+DIFFERING = """
+reduce gather scatter reduce_scatter reduce_scatter_single reduce_scatter_tensor _reduce_scatter_base all_to_all
+all_to_all_single send recv isend irecv
+""".split()
 UNRUNNABLE = {
     "autograd_grad": "torch.autograd.grad()", **{name: f"Tensor.{name}_()" for name in BY_NUMBER},
     **{name: f"{name}()" for name in STRIDED}, **{f"{name}_in_place": f"Tensor.{name}_()" for name in RESHAPING},
     **{f"set_{name}": f"setting Tensor.{name}" for name in SET},
+    **{f"distributed.{name}": f"torch.distributed.{name}()" for name in DIFFERING},
 }  # fmt: skip
 METADATA = frozenset(
     """
@@ -59,7 +66,14 @@ def op_name(func: Any) -> tuple[str, bool]:
         return getattr(func.__self__, "__name__", "?"), True
     if getattr(func, "__module__", None) == "torch.foreach":  # since torch 2.15; before, their names began so
         return f"foreach_{name.strip('_')}", False
+    if collective(func):
+        return f"distributed.{name}", False
     return name.strip("_").removeprefix("linalg_"), False
+
+
+def collective(func: Any) -> bool:
+    """Tell whether a function is one of torch.distributed's; it works on all ranks, and writes into an argument."""
+    return getattr(func, "__module__", None) == "torch.distributed.distributed_c10d"
 
 
 def in_place(func: Any) -> bool:
@@ -73,6 +87,82 @@ __setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imo
 __ilshift__ __irshift__
 """.split()
 )
+
+
+class Written(NamedTuple):
+    """An argument that a function writes into: its position (None: by name only) and its name; flags: the function
+    writes only if one of these arguments, each by position, name and default, is set; none: it always writes."""
+
+    position: int | None
+    name: str
+    flags: tuple[tuple[int, str, Any], ...] = ()
+
+
+# arguments that Python functions and norms write into, though no schema says so, and the flags with which they do
+STATISTICS = dict.fromkeys(("running_mean", "running_var"), ("training", "use_input_stats", "train"))
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among a call's arguments that the function writes into.
+
+    The function's schema says so, or its name: a trailing underscore, `out=`, `inplace=`, a collective, or a norm that
+    updates its running statistics. Many of these writes leave the tensor's version counter unchanged.
+    """
+
+    def get(position: int | None, name: str, default: Any = None) -> Any:
+        return args[position] if position is not None and len(args) > position else kwargs.get(name, default)
+
+    found = tensor_args([kwargs.get("out")], {})
+    for position, name, flags in written_arguments(func):
+        if not flags or any(get(*flag) for flag in flags):
+            found += tensor_args([get(position, name)], {})
+    return found
+
+
+@lru_cache(maxsize=8192)
+def written_arguments(func: Any) -> tuple[Written, ...]:
+    """The arguments that a function writes into, without `out`."""
+    found = {w.name: w for w in _by_name(func, parameters(func))} if not schemas(func) else {}
+    for schema in schemas(func):
+        names = {a.name: (None if a.kwarg_only else i, a.default_value) for i, a in enumerate(schema.arguments)}
+        marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        found |= {name: Written(names[name][0], name) for name in marked}
+        found |= {w.name: w for w in _by_name(func, names)}
+    return tuple(found.values())
+
+
+def _by_name(func: Any, names: Mapping[str, tuple[int | None, Any]]) -> tuple[Written, ...]:
+    """The arguments that a function writes into by its name, or by those of its arguments, with defaults."""
+    first = next(iter(names), "")
+    if in_place(func):
+        return (Written(0, first),)
+    if collective(func):
+        sends, name = func.__name__ in ("send", "isend"), "gather_list" if func.__name__ == "gather" else first
+        return () if sends or name not in names else (Written(names[name][0], name),)
+
+    def flags(*wanted: str) -> tuple[tuple[int, str, Any], ...]:
+        return tuple((names[n][0], n, names[n][1]) for n in wanted if n in names)  # type: ignore[misc]
+
+    found = [Written(names[n][0], n, flags(*by)) for n, by in STATISTICS.items() if n in names]
+    if "inplace" in names:
+        found.append(Written(0, first, flags("inplace")))
+    if "max_norm" in names:
+        found.append(Written(1, "weight", flags("max_norm")))
+    return tuple(found)
+
+
+def parameters(func: Any) -> dict[str, tuple[int | None, Any]]:
+    """The position and default of each argument of a Python function; none for one that has no signature."""
+    try:
+        found = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {
+        p.name: (None if p.kind is p.KEYWORD_ONLY else i, None if p.default is p.empty else p.default)
+        for i, p in enumerate(found)
+    }
+
+
 ATTRIBUTE_OPS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 # the position of the argument whose type and device alone are read: its layout does not matter

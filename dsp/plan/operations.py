@@ -222,7 +222,9 @@ class Operations(Choices):
         if not op.outputs and op.into is not None:
             op.outputs = [op.tracked[0]]  # x[...] = y
         if not op.outputs and not op.written:
-            if op.node.returned != "nothing" and op.name not in ("__setattr__", "set"):
+            if op.node.returned == "nothing" or op.name.startswith("distributed."):  # async_op=True returns a Work
+                self.gathers(op)
+            elif op.name not in ("__setattr__", "set"):
                 self.reads(op)
             return
         if op.node.kwargs.get("out") is not None:
@@ -256,7 +258,10 @@ class Operations(Choices):
                 f"{op.name}() between stages reads values of a sharded tensor; compute it inside a stage, or from "
                 "replicated inputs"
             )
-        # the run gathers them first
+        self.gathers(op)
+
+    def gathers(self, op: Operation) -> None:
+        """Add an operation without results, for which a run gathers its tensors."""
         event = Event("glue", op.index, op.name, operands=op.syms)
         self.add(Op(op.name, tuple(op.values), (), (Choice((None,) * len(op.values), ()),)), event, op.node)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dsp.between import Between, suspects, unrunnable
-from dsp.calls import GlueError
+from dsp.calls import GlueError, tensor_args
 from dsp.compile_off import CompileOff
 from dsp.core.skeleton import Skeleton
 from dsp.layout import Cut
@@ -44,10 +44,13 @@ class Fakes(FakeTensorMode):
     """The fake tensors of one forward; once that is over, every operation on them raises."""
 
     over = False
+    collective: Callable[[str, Any], None] | None = None  # gets the name and the arguments of each collective
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.over:
             raise GlueError(f"{schema_of(func).name.partition('::')[2].strip('_')}() {KEPT}")
+        if func.namespace == "c10d" and self.collective is not None:
+            self.collective(func.__name__.partition("_.")[0], args)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
@@ -60,6 +63,7 @@ class Tracer(Between):
         self.record = self.recorder.record
         self.record.random = True  # assumed, where nothing measures it
         self.n, self.depth = n, 0
+        self.running = False  # an operation
         self.watch: AbstractContextManager[Any] = nullcontext()  # entered around the forward
 
     def refuse_unrunnable(self, what: Traits, args: Any, kwargs: Any) -> None:
@@ -74,9 +78,22 @@ class Tracer(Between):
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         if what.name in BY_NUMBER and not self.record.data:
             raise NotImplementedError(f"{what.name}_() while dsp plans, without data")  # torch itself would crash
-        out = self.called(func, args, kwargs)
+        self.running = True
+        try:
+            out = self.called(func, args, kwargs)
+        finally:
+            self.running = False
         self.recorder.operation(what.name, args, kwargs, out, what.in_place, self.cost())
         return out
+
+    def collective(self, name: str, args: Any) -> None:
+        """Record a collective that no torch function called: a run would not see it, nor gather its tensors."""
+        if not (self.asleep or self.running):
+            error = GlueError(
+                f"ProcessGroup.{name}() between stages would run on this rank's shard as if it were the full tensor; "
+                "call the function of torch.distributed"
+            )
+            self.recorder.reads(tensor_args(args, {}), error)
 
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of one operation."""
@@ -181,6 +198,7 @@ class Rehearsal:
         bound = Signature(self.model, root, "the model").bind(args, kwargs)[1] if root is not None else []
         tracer.recorder.root_inputs(bound)
         handles = self.hooks(tracer)
+        self.mode.collective = tracer.collective
         try:
             with self.followed(tracer):
                 output = self.clone(*args, **kwargs)
@@ -190,6 +208,7 @@ class Rehearsal:
             raise
         finally:
             tracer.abandon()
+            self.mode.collective = None
             for handle in handles:
                 handle.remove()
         return self.problem(tracer, bound, tensors_in((args, kwargs)))

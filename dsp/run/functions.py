@@ -15,10 +15,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
+from dsp.between import DIFFERENT
+from dsp.calls import GlueError
 from dsp.layout import At
 from dsp.private import CONTEXT, context_of, function_of
 from dsp.run.gradient_hooks import InBackward, at_of
 from dsp.sharded import ACTIVE, carry
+
+COLLECTIVES = "torch.distributed.nn.functional"  # autograd.Functions whose backward communicates, too
 
 
 class Applied(InBackward):
@@ -34,6 +38,10 @@ class Applied(InBackward):
 
     def note(self, ctx: Any, given: Sequence[Any], made: Any) -> None:
         self.given, self.kept = list(map(at_of, given)), list(map(at_of, ctx.to_save or ()))
+        function = function_of(ctx).__base__
+        differs = function.__module__ == COLLECTIVES and function.__name__ != "_AllReduce"
+        if differs and any(ctx.needs_input_grad) and any(at is not None for at in self.given):
+            raise GlueError(DIFFERENT.format(f"the backward of {COLLECTIVES}'s {function.__name__.strip('_')}"))
         self.made = [at_of(t) for t in (made if isinstance(made, tuple) else (made,))]
 
     def saved(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -66,7 +74,7 @@ def begun(ctx: Any) -> None:
     """Note that a function is applied; called for its new `ctx`."""
     current, function = ACTIVE.get(), function_of(ctx)
     run = None if current is None else current[1]
-    own = function.__module__.startswith(("torch.", "dsp."))
+    own = function.__module__.startswith(("torch.", "dsp.")) and function.__module__ != COLLECTIVES
     if run is not None and not (own or run.by_graph or run.mode.asleep):
         FUNCTIONS.follow(function)
         ctx.__class__ = between_stages(function)

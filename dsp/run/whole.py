@@ -35,7 +35,7 @@ from dsp.private import (
 from dsp.run.forward import Run, Unfit
 from dsp.sharded import ACTIVE, READ, Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
-from dsp.traits import DRAWN, Traits
+from dsp.traits import DRAWN, Traits, written
 
 Again = Callable[[], AbstractContextManager[Run]]  # a context in which backward runs operations between stages
 PLAIN = frozenset({Tensor, nn.Parameter})  # torch functions written in Python list these among their types, too
@@ -234,7 +234,8 @@ def parted(run: Run, out: Any, node: PlannedNode | None, push: Sequence[Cut | No
 
 def writes(op: GlueCall, parts: Sequence[Tensor], cuts: Sequence[Cut | None]) -> Any:
     """The context of `Writes.around` for an operation that runs on these local tensors."""
-    return op.run.writes.around(op.what.name, op.what.in_place, op.tensors, op.shells, parts, cuts)
+    into = written(op.func, op.args, op.kwargs)
+    return op.run.writes.around(op.what.name, into, op.tensors, op.shells, parts, cuts)
 
 
 def dtensors(args: Any, kwargs: Any) -> bool:

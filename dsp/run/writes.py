@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsp.calls import GlueError
 from dsp.layout import Axis, Cut
 from dsp.lines import line_now
 from dsp.private import StorageWeakRef, is_alias
-from dsp.run.views import forget
-from dsp.sharded import Moved, Sharded, carry
+from dsp.run.views import forget, view_base
+from dsp.sharded import Moved, Sharded, carry, plain
 from dsp.tensors import memory, overlap, tensors_in, version
 
 # the errors of writes that are refused
@@ -127,26 +128,31 @@ class Writes:
 
     @contextmanager
     def around(
-        self, who: str, in_place: bool, tensors: Sequence[Tensor], shells: Sequence[Sharded | None],
+        self, who: str, into: Sequence[Tensor], tensors: Sequence[Tensor], shells: Sequence[Sharded | None],
         parts: Sequence[Tensor], cuts: Sequence[Cut | None],
     ) -> Iterator[Callable[[Any], Any]]:  # fmt: skip
         """Run an operation inside this context: its writes in place reach all tensors that share the memory, or raise.
 
-        who: the operation's name; in_place: it writes into the first tensor; shells: `tensors` as glue holds them;
-        parts: the local tensors that run, in `cuts`. Yields a function that marks results that view a copy.
+        who: the operation's name; into: the tensors that it writes into by its traits; shells: `tensors` as glue holds
+        them; parts: the local tensors that run, in `cuts`. Yields a function that marks results that view a copy.
         """
-        versions = [version(t) for t in parts]
+        versions, known = [version(t) for t in parts], set(map(id, into))
 
         def views(out: Any) -> Any:
+            if known and any(s is not None for s in shells) and hasattr(out, "wait"):  # async_op=True
+                out.wait()  # the data that it receives are copied next
             self.mark_copies(tensors_in(out), zip(tensors, shells, parts))
             return out
 
         yield views
-        for i, (t, x, s, c, before) in enumerate(zip(tensors, parts, shells, cuts, versions)):
-            if version(x) == before and not (in_place and i == 0 and x.is_inference()):
+        for t, x, s, c, before in zip(tensors, parts, shells, cuts, versions):
+            counted = version(x) != before
+            if not counted and id(t) not in known:
                 continue
             if s is not None:
                 forget(s)
+                if not counted and c is None:
+                    x = self.copy_back(s, x)
             self.wrote(f"{who}() between stages", t if s is None else s, x)
             if s is not None and memory(x) != memory(s):
                 if c is None:  # the full tensor was written, on every rank
@@ -154,3 +160,14 @@ class Writes:
                 if type(s) is Sharded:
                     s.__class__ = Moved
                 s.now = carry(x, self.axis.at(s.at.shape, c), s.number)  # type: ignore[attr-defined]
+
+    def copy_back(self, s: Sharded, full: Tensor) -> Tensor:
+        """Copy this rank's rows of a full copy of `s` into its shard, after a write that autograd did not see.
+
+        On one device neither autograd nor the version counter notices a collective's write, and nor do they here.
+        """
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            s.data.copy_(self.axis.narrow(full.data, s.at.cut))
+        if s.viewed_from is None:
+            view_base(s)[None] = full
+        return plain(s)

@@ -413,6 +413,10 @@ def tensors() -> None:
     ids = [private.storage_id(t.untyped_storage()) for t in (x, view, torch.zeros(4))]
     assert ids[0] == ids[1] != ids[2]
     assert private.schema_of(torch.ops.aten.add_.Tensor).is_mutable
+    for op in (torch.ops.aten.add_.Tensor, torch.ops.aten.add_, Tensor.add_):
+        assert all(schema.is_mutable for schema in private.schemas(op))
+        assert private.schemas(op)
+    assert private.schemas(torch.nn.functional.relu) == private.schemas(Tensor.__setitem__) == []
     sparse = torch.eye(2).to_sparse()
     assert (private.indices_of(sparse).shape, private.values_of(sparse).shape) == ((2, 2), (2,))
 
