@@ -74,6 +74,12 @@ forward_level = attrgetter("_current_level")  # of torch.autograd.forward_ad: -1
 indices_of, values_of = Tensor._indices, Tensor._values  # of a sparse tensor, as stored
 
 
+def forget_fakes(most: int = 4096) -> None:
+    """Empty torch's cache of ops on fake tensors if it has more than `most` entries (2 KiB each): torch never does."""
+    if len(FakeTensorMode.cache) > most:
+        FakeTensorMode.cache_clear()
+
+
 def schemas(func: Any) -> list[Any]:
     """The schemas of an op, of all overloads of a packet, or of those of a torch function written in C++."""
     if isinstance(func, OpOverload):
@@ -388,6 +394,7 @@ __all__ = [
     "context_of",
     "dtensor",
     "fake_tensor",
+    "forget_fakes",
     "forward_level",
     "function_of",
     "get_unwrapped",

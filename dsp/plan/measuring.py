@@ -227,8 +227,9 @@ def saving(kept: list[Tensor]) -> Iterator[None]:
     """Collect the tensors that are saved for backward."""
 
     def pack(t: Tensor) -> Tensor:
-        kept.append(t)
-        return t
+        # a node that saves its own result, as tanh does, would hold itself for good, through this function too
+        kept.append(t if t.grad_fn is None else t.detach())
+        return kept[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield

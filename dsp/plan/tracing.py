@@ -26,7 +26,7 @@ from dsp.plan.choices import Choices
 from dsp.plan.events import Trace
 from dsp.plan.record import Cost
 from dsp.plan.recorder import Recorder
-from dsp.private import FakeTensorMode, any_device, fake_tensor, schema_of
+from dsp.private import FakeTensorMode, any_device, fake_tensor, forget_fakes, schema_of
 from dsp.sharded import Sharded, laid_out
 from dsp.signature import Bound, Signature, sizes_of_root
 from dsp.stages import Stage
@@ -159,6 +159,7 @@ class Rehearsal:
     def __exit__(self, *exc: object) -> None:
         if isinstance(self.mode, Fakes):
             self.mode.over = True
+            forget_fakes()
 
     def fake(self, t: Tensor) -> Tensor:
         return fake_tensor(self.mode, t, self.kind(t))

@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 
 FILES = re.findall(r"^\| `(dsp/\S+\.py)` \|", (ROOT / "docs/core.md").read_text(), re.M)
 NAMES = ["dsp/__init__.py", "dsp/check/__init__.py", "dsp/plan/__init__.py", "dsp/run/__init__.py"]  # and no code
-LINES = 8_670
+LINES = 8_680
 
 ALONE = '''
 import os, sys, tempfile, traceback

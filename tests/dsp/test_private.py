@@ -413,6 +413,11 @@ def tensors() -> None:
     ids = [private.storage_id(t.untyped_storage()) for t in (x, view, torch.zeros(4))]
     assert ids[0] == ids[1] != ids[2]
     assert private.schema_of(torch.ops.aten.add_.Tensor).is_mutable
+    with private.FakeTensorMode() as mode:
+        private.fake_tensor(mode, x, x.dtype).exp()
+    assert private.FakeTensorMode.cache
+    private.forget_fakes(most=0)
+    assert not private.FakeTensorMode.cache
     for op in (torch.ops.aten.add_.Tensor, torch.ops.aten.add_, Tensor.add_):
         assert all(schema.is_mutable for schema in private.schemas(op))
         assert private.schemas(op)

@@ -83,7 +83,7 @@ class Keeping:
 
     def save(self, tensor: Tensor) -> Tensor:
         self.note(self.kept[self.path], tensor)
-        return tensor
+        return tensor if tensor.grad_fn is None else tensor.detach()  # a node that saves its own result would never go
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.path += ((module, next(self.calls)),)
