@@ -22,8 +22,20 @@ HOT = 65536  # calls kept ready, at most
 VALUES = (int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
 
+class NoKey(Exception):
+    """Raised for an argument that is neither hashable nor a container: what is prepared for a call may depend on it."""
+
+
+def exact_key(what: Any, args: Any, kwargs: Any) -> Any:
+    """The key of a call with all that its preparation depends on; None for a call that is prepared each time."""
+    try:
+        return what, key_part(args, True), key_part(kwargs, True)
+    except NoKey:
+        return None
+
+
 def key_part(v: Any, exact: bool) -> Any:
-    """The part of a key that an argument gives. exact: also how tensors are sharded, and all numbers."""
+    """The part of a key that an argument gives. exact: also how tensors are sharded, and all values."""
     kind = type(v)
     if isinstance(v, Carrier):
         return (v.ref.number, v.cut) if exact else v.ref.number
@@ -35,9 +47,13 @@ def key_part(v: Any, exact: bool) -> Any:
         return kind, v.start, v.stop, v.step
     if kind is dict:
         return kind, *[(k, key_part(x, exact)) for k, x in v.items()]
-    if exact and kind is float:
-        return v
-    return (kind, v) if kind in VALUES else kind
+    if kind in VALUES:
+        return kind, v
+    if not exact:
+        return kind
+    if kind.__hash__ is None:
+        raise NoKey
+    return kind, v
 
 
 class Ready(NamedTuple):
@@ -86,7 +102,9 @@ class Prepared:
         return nodes[at], at
 
     def put(self, key: Any, shared: Any, at: int, ready: Ready) -> Ready:
-        """Keep a call for the exact key; `shared` is its node's key, `at` the turn."""
+        """Keep a call for the exact key, if it has one; `shared` is its node's key, `at` the turn."""
+        if key is None:
+            return ready
         if len(self.by_key) >= HOT:
             self.by_key.clear()
         if len(self.record.by_key[shared]) == 1:

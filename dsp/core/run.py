@@ -19,7 +19,7 @@ from dsp.calls import GlueError, replaced, tensor_args
 from dsp.core.carrier import LOCAL, Carrier, base_of, claim, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies
-from dsp.core.keys import Prepared, Ready, first_of, key_part
+from dsp.core.keys import Prepared, Ready, exact_key, first_of, key_part
 from dsp.core.offers import Rules, operands_of, stage_node, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, global_shape, replicated
 from dsp.core.watch import refuse_transforms
@@ -45,7 +45,7 @@ class Runner:
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         if saving_hooks(False) is not None:
             keep_arguments()
-        key = func, key_part(args, True), key_part(kwargs, True)
+        key = exact_key(func, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs, first)
         if ready is None:
             ready = self.ready(key, at, func, what, args, kwargs, first)
@@ -125,7 +125,7 @@ class Runner:
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if saving_hooks(False) is not None:
             keep_arguments()
-        key = stage, key_part(args, True), key_part(kwargs, True)
+        key = exact_key(stage, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs)
         node, offer, _, _, slots = ready or self.ready_stage(key, at, stage, args, kwargs)
         operands = [args[slot] if type(slot) is int else kwargs[slot] for slot in slots]

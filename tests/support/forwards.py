@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -194,3 +195,13 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]],
     "zeros": (Pairs, partial(clip, 2, 11, 8), 2 * 11 * 11 * 8),
     "zeros written into": (partial(Pairs, True), partial(clip, 2, 11, 8), 2 * 11 * 11 * 8),
 }
+
+
+class Padded(SpaceTime):
+    """A number between stages that changes from call to call, of a type that is no Python number."""
+
+    value: Any = np.float64(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.pad(self.space(x), (0, 0, 1, 0, 1, 0), value=self.value)
+        return self.time(y)[:, 1:, 1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,7 @@ from dsp.calls import GlueError
 from dsp.parallel import parallelize
 from dsp.tensors import memory, tensors_in
 from tests.support.beside import beside, unsharded
-from tests.support.forwards import FORWARDS, Layers, Mapped, clip
+from tests.support.forwards import FORWARDS, Layers, Mapped, Padded, clip
 from tests.support.refusals import refused
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}
@@ -68,3 +69,12 @@ def test_fully_shard_on_stages_and_the_model(mesh: DeviceMesh, nested: bool) -> 
 def test_a_transform_over_a_part_is_refused(mesh: DeviceMesh, closed: bool) -> None:
     model = parallelize(Mapped(closed).double(), mesh)
     refused("torch.vmap or another transform", model, clip(1, 7, 5, 16)["x"], error=GlueError)
+
+
+def test_a_number_that_changes_is_read_in_each_call(mesh: DeviceMesh) -> None:
+    single = Padded().double()
+    model = parallelize(copy.deepcopy(single), mesh)
+    for value in (1, 2, 4):
+        for m in (single, model):
+            m.value = np.float64(value)
+        beside(single, model, mesh, clip(1, 7, 5, 16), **ROUNDING)
