@@ -19,7 +19,10 @@ from dsp.core.record import Node, Offer, Record
 from dsp.private import backward_pass
 
 HOT = 65536  # calls kept ready, at most
-VALUES = (int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
+VALUES = frozenset((
+    int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)
+))  # fmt: skip
+CONTAINERS = frozenset((list, tuple, torch.Size))
 
 
 class NoKey(Exception):
@@ -27,33 +30,58 @@ class NoKey(Exception):
 
 
 def exact_key(what: Any, args: Any, kwargs: Any) -> Any:
-    """The key of a call with all that its preparation depends on; None for a call that is prepared each time."""
+    """The key of a call with all that its preparation depends on: how tensors are sharded, and all values; None for a
+    call that is prepared each time."""
+    parts = [what]
     try:
-        return what, key_part(args, True), key_part(kwargs, True)
+        add_parts(parts, args)
+        for name, v in kwargs.items():
+            parts.append(name)
+            add_parts(parts, (v,))
     except NoKey:
         return None
+    return tuple(parts)
 
 
-def key_part(v: Any, exact: bool) -> Any:
-    """The part of a key that an argument gives. exact: also how tensors are sharded, and all values."""
+def add_parts(parts: list[Any], values: Any) -> None:
+    """Add the parts of an exact key that values give, flat: this runs in every operation between stages."""
+    for v in values:
+        kind = type(v)
+        if kind is Carrier:
+            parts += v.ref.number, v.cut
+        elif kind in VALUES or kind is float:
+            parts += kind, v
+        elif kind in CONTAINERS:
+            parts += kind, len(v)
+            add_parts(parts, v)
+        elif kind is dict:
+            parts += kind, len(v), *v
+            add_parts(parts, v.values())
+        elif kind is slice:
+            parts.append(kind)
+            add_parts(parts, (v.start, v.stop, v.step))
+        elif isinstance(v, Tensor):
+            parts += (v.ref.number, v.cut) if isinstance(v, Carrier) else (v.shape, v.dtype)
+        elif kind.__hash__ is None:
+            raise NoKey
+        else:
+            parts += kind, v
+
+
+def key_part(v: Any, exact: bool = False) -> Any:
+    """The part of a node's key that an argument gives."""
     kind = type(v)
     if isinstance(v, Carrier):
-        return (v.ref.number, v.cut) if exact else v.ref.number
+        return v.ref.number
     if isinstance(v, Tensor):
-        return (v.shape, v.dtype) if exact else tuple(v.shape)
-    if kind in (list, tuple, torch.Size):
-        return kind, *[key_part(x, exact) for x in v]
+        return tuple(v.shape)
+    if kind in CONTAINERS:
+        return kind, *[key_part(x) for x in v]
     if kind is slice:
-        return kind, v.start, v.stop, v.step
+        return kind, *map(key_part, (v.start, v.stop, v.step))
     if kind is dict:
-        return kind, *[(k, key_part(x, exact)) for k, x in v.items()]
-    if kind in VALUES:
-        return kind, v
-    if not exact:
-        return kind
-    if kind.__hash__ is None:
-        raise NoKey
-    return kind, v
+        return kind, *[(k, key_part(x)) for k, x in v.items()]
+    return (kind, v) if kind in VALUES else kind
 
 
 class Ready(NamedTuple):
