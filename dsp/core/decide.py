@@ -4,42 +4,86 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from dsp.core.placement import place
-from dsp.core.record import Base, Layout, Node, Offer, Record, Ref
+from dsp.core.record import FREE, Base, Layout, Node, Offer, Record, Ref
 from dsp.layout import separable
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
 from dsp.planner import Value as Extents
 
 
-def decide(record: Record, gather: bool, memory: int | None = None, resident: int = 0) -> Solution:
-    """Choose offers, and write them, and the moves, on the nodes. gather: outputs are gathered; memory: bytes that a
-    rank may hold, of which `resident` are always taken.
+class Decision(NamedTuple):
+    """The planner's problem of a record, its solution, and the node of each op: all but views and identities."""
 
-    Raises `dsp.planner.Infeasible` if nothing fits in the memory.
+    problem: Problem
+    nodes: list[Node]
+    solution: Solution
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [op.choices[k] for op, k in zip(self.problem.ops, self.solution.choices)]
+
+
+def decide(
+    record: Record, gather: bool, memory: int | None = None, resident: int = 0, batch: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Decision:  # fmt: skip
+    """Choose offers, and write them, and the moves, on the nodes.
+
+    gather: outputs are gathered; memory: bytes that a rank may hold, of which `resident` are always taken; batch: it
+    may be sharded to save bytes; say: gets progress. Raises `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     number = {v: i for i, v in enumerate(record.bases)}
     nodes = [node for node in record.nodes if not (node.view or node.identity)]
+    names = names_of(record, nodes)
+    values = tuple(extents(names[v], v, record.n) for v in record.bases)
+    ops = []
     for node in nodes:
         if node.kind == "output":
             node.offers = output_offers(node, gather)
-    ops = []
-    for node in nodes:
         outputs = [] if node.in_place else [number[r.base] for r in node.results]
         choices = [choice(node, offer, k, len(outputs)) for k, offer in enumerate(node.offers)]
-        ops.append(Op(node.name, tuple(number[v] for v in node.bases), tuple(outputs), tuple(choices)))
-    values = tuple(extents(str(i), v, record.n) for i, v in enumerate(record.bases))
+        op = Op(node.name, tuple(number[v] for v in node.bases), tuple(outputs), tuple(choices))
+        ops.append(op if node.cost is FREE else priced(op, node, values, record.n, memory))
     problem = Problem(values, tuple(ops), record.n, memory, resident)
-    solution = without_batch(problem, [node.kind == "stage" for node in nodes])
-    picks = [op.choices[at] for op, at in zip(ops, solution.choices)]
-    for node, pick in zip(nodes, picks):
+    solution = without_batch(problem, [node.kind == "stage" for node in nodes], batch, say)
+    decision = Decision(problem, nodes, solution)
+    for node, pick in zip(nodes, decision.choices):
         node.offer = node.offers[pick.execution]
-    place(record, nodes, ops, picks, solution)
+    place(record, nodes, ops, decision.choices, solution)
     record.planned = True
-    return solution
+    return decision
+
+
+def names_of(record: Record, nodes: Sequence[Node]) -> dict[Base, str]:
+    """A name for each value: the input's, the stage's with the turn of the call, or the operation's with the shape."""
+    names, turns = {ref.base: param for param, ref in record.inputs.items()}, itertools.count()
+    for node in nodes:
+        turn = next(turns) if node.kind == "stage" else 0
+        for r in node.results:
+            names[r.base] = f"{node.name}[{turn}]" if node.kind == "stage" else f"{node.name} {list(r.shape)}"
+    return names
+
+
+def priced(op: Op, node: Node, values: Sequence[Extents], n: int, memory: int | None) -> Op:
+    """An op with the work and the kept bytes of its choices, from what its node costs on one process."""
+    cost, choices = node.cost, list[Choice]()
+    for c in op.choices:
+        option = node.offers[c.execution].option
+        share = op.share(c, values, n) if option is None else option.share(n)
+        work, saved = 0, int(cost.saved * share)
+        if option is not None:
+            work = int(cost.work * share) + (node.results[0].nbytes if option.onto else 0)
+        elif node.kind == "plain" and memory is not None:
+            work = cost.work
+        if cost.restarts:
+            saved += sum(values[v].local_bytes(k, n) for v, k in zip(op.inputs, c.needs))
+        choices.append(replace(c, work=work, saved=saved))
+    return replace(op, choices=tuple(choices))
 
 
 def output_offers(node: Node, gather: bool) -> list[Offer]:
@@ -61,15 +105,22 @@ def extents(name: str, v: Base, n: int) -> Extents:
 
 def choice(node: Node, o: Offer, k: int, results: int) -> Choice:
     """An offer as the planner reads it: by values, in the cuts of their bases."""
+    layouts = base_layouts(node, o)
+    return Choice(layouts, o.gives[:results], bytes=o.nbytes, calls=o.calls, rank=int(o.last_resort), execution=k)
+
+
+def base_layouts(node: Node, o: Offer) -> tuple[Layout, ...]:
+    """The layouts that an offer needs of the node's bases. One that two views need in different cuts is replicated."""
     needs: dict[Base, set[Layout]] = {v: set() for v in node.bases}
     for t, need in zip(node.operands, o.needs):
         if isinstance(t, Ref):
             needs[t.base].add(None if need is None else t.base_cut(need))
-    layouts = tuple(next(iter(cuts)) if len(cuts) == 1 else None for cuts in needs.values())
-    return Choice(layouts, o.gives[:results], bytes=o.nbytes, calls=o.calls, rank=int(o.last_resort), execution=k)
+    return tuple(next(iter(cuts)) if len(cuts) == 1 else None for cuts in needs.values())
 
 
-def without_batch(problem: Problem, stages: Sequence[bool]) -> Solution:
+def without_batch(
+    problem: Problem, stages: Sequence[bool], batch: bool, say: Callable[[str], None]
+) -> Solution:  # fmt: skip
     """The cheapest plan that does not shard batch where another dim will do, unless nothing else fits the memory.
 
     An op sharded only along batch sends nothing, but with 2 samples on 3 ranks it is data parallelism with an idle
@@ -79,11 +130,11 @@ def without_batch(problem: Problem, stages: Sequence[bool]) -> Solution:
     def among(admitted: Sequence[Sequence[int]]) -> Solution:
         pairs = zip(problem.ops, admitted)
         ops = tuple(replace(op, choices=tuple(op.choices[c] for c in picks)) for op, picks in pairs)
-        solution = solve(replace(problem, ops=ops))
+        solution = solve(replace(problem, ops=ops), say)
         return replace(solution, choices=tuple(picks[c] for picks, c in zip(admitted, solution.choices)))
 
     try:
-        solution = among(admitted_choices(problem, stages, batch=True))
+        solution = among(admitted_choices(problem, stages, batch))
     except Infeasible:
         return among([range(len(op.choices)) for op in problem.ops])
     if batch_alone(problem, solution):

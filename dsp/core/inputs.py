@@ -50,6 +50,7 @@ def add_inputs(record: Record, bound: Sequence[Bound]) -> None:
         base = record.new_base(ref)
         base.replicable = True
         if b.pattern is not None:
+            record.patterns[b.param] = b.pattern
             allow_named(base, b.pattern, record.sizes, record.n)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.utils.flop_counter import flop_registry
 
 from dsp.private import OpOverload, TorchDispatchMode, schema_of
 from dsp.tensors import tensors_in
+
+if TYPE_CHECKING:
+    from dsp.core.record import Node
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
@@ -68,6 +71,7 @@ class Meter(TorchDispatchMode):
 
     `touched` adds up the bytes of each of the `operations` as it runs uncompiled (views do not count), in two parts:
     [1] counts while `inside` is not 0. `part`: the share of the running operation's FLOPs that its kernel computes.
+    `heaviest`: the name of the operation at the peak, or of the last one.
     """
 
     def __init__(self) -> None:
@@ -79,7 +83,7 @@ class Meter(TorchDispatchMode):
         self.round += 1  # tensors of an earlier round no longer count when they are freed
         self.live = self.peak = self.largest = self.flops = self.operations = 0
         self.touched, self.inside, self.part = [0, 0], 0, 1.0
-        self.random = False
+        self.random, self.heaviest = False, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, op = kwargs or {}, facts(func)
@@ -91,6 +95,7 @@ class Meter(TorchDispatchMode):
             self.random = True
         if op.touches and (made := tensors_in(out)):
             self.operations += 1
+            self.heaviest = self.heaviest or func.overloadpacket.__name__.strip("_")
             # an expanded tensor has less memory than its size
             strided = (t for t in tensors_in((args, kwargs)) + made if t.layout == torch.strided)
             sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in strided)
@@ -102,13 +107,35 @@ class Meter(TorchDispatchMode):
                 size = t.numel() * t.element_size()
                 self.live += size
                 self.largest = max(self.largest, size)
-                self.peak = max(self.peak, self.live)
+                if self.live > self.peak:
+                    self.peak, self.heaviest = self.live, func.overloadpacket.__name__.strip("_")
                 weakref.finalize(t, self._freed, size, self.round)
         return out
 
     def _freed(self, size: int, made: int) -> None:
         if made == self.round:
             self.live -= size
+
+
+class NodeMeter(Meter):
+    """Observes each node of a forward while it is recorded: here, which nodes draw random numbers.
+
+    draws: something between the nodes drew random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = False
+
+    def start(self) -> None:
+        """Begin with a node: its call runs next."""
+        self.draws |= self.random
+        self.restart()
+
+    def finish(self, node: Node) -> None:
+        """End with a node that has run."""
+        node.draws = self.random
+        self.restart()
 
 
 def undropped(func: Any, args: Any, kwargs: Any) -> bool:

@@ -67,6 +67,8 @@ def lay_out(record: Record) -> None:
             node.offers = [*stage_offers(record, node)]
         elif node.kind == "operation" and not node.identity:
             node.offers = record.rules.of(record, node)
+        elif node.kind == "plain":
+            node.offers = [Offer(())]
         for k, ref in enumerate(node.results):
             if node.view:
                 [source] = node.refs

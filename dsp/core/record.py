@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsp.calls import Operand
 from dsp.layout import Axis, Cut
+from dsp.notation import TensorPattern
 from dsp.private import saving_hooks
 from dsp.stages import Option, Stage
 from dsp.tensors import memory
@@ -117,6 +118,29 @@ class Operation(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class Cost(NamedTuple):
+    """The cost of a node on one process: FLOPs; bytes read and written, of the largest tensor it makes, of its work,
+    and kept for backward.
+
+    inside: bytes touched in modules of a stage that communicate themselves; operations: those that are not views;
+    recomputed: it runs again in backward; restarts: so does a checkpoint of which it is the first node, from its
+    operands, which are kept.
+    """
+
+    flops: int = 0
+    touched: int = 0
+    largest: int = 0
+    work: int = 0
+    saved: int = 0
+    inside: int = 0
+    operations: int = 0
+    recomputed: bool = False
+    restarts: bool = False
+
+
+FREE = Cost()  # of a node that nobody measured
+
+
 class BoundStage(NamedTuple):
     """The call of a stage: the sizes of its dims, and the dims that it can be sharded along."""
 
@@ -137,10 +161,12 @@ class Relayout(NamedTuple):
 class Node:
     """A node, and, once it is planned, the decision: an offer, the moves before it, and those of its results.
 
-    kind: "stage", "operation" or "output"; operands: a `Ref`, or, of a tensor that no plan shards, its shape; identity:
+    kind: "stage", "operation", "output", or "plain" (functions of plain tensors, where they were measured); operands: a
+    `Ref`, or, of a tensor that no plan shards, its shape; identity:
     it returned its first operand, unchanged; checkpointed: it lies in an activation checkpoint; draws: random numbers;
-    view_cut: of a view, from a cut of the first operand to that of the result; push: for each result, the layout to
-    which it is switched as soon as it is made (None: none).
+    cost, line, module: what it costs, the line of the user's code, and the path of the module that runs it, where they
+    were measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for each result,
+    the layout to which it is switched as soon as it is made (None: none).
     """
 
     kind: str
@@ -154,6 +180,9 @@ class Node:
     identity: bool = False
     checkpointed: bool = False
     draws: bool = False
+    cost: Cost = FREE
+    line: str = ""
+    module: str = ""
     view_cut: Callable[[Cut], Layout] | None = None
     offer: Offer | None = None
     moves: list[Relayout] = field(default_factory=list)
@@ -192,9 +221,10 @@ class Record:
     """The nodes of a forward on `n` ranks, in order. Tensors between stages carry it.
 
     sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
-    entry: the layout in which each input enters; by_key: nodes by what identifies them (`dsp.core.keys`); planned: the
-    nodes have decisions, made before the first run; draws: something between stages draws random numbers; sources:
-    functions of nodes without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint.
+    patterns: of the inputs that have one; entry: the layout in which each input enters; by_key: nodes by what
+    identifies them (`dsp.core.keys`); planned: the nodes have decisions, made before the first run; draws: something
+    between stages draws random numbers; sources: functions of nodes without an operand that is a `Ref`;
+    sources_recompute: some of them are in a checkpoint.
     """
 
     driver: Driver
@@ -204,6 +234,7 @@ class Record:
         self.nodes: list[Node] = []
         self.bases: list[Base] = []
         self.inputs: dict[str, Ref] = {}
+        self.patterns: dict[str, TensorPattern] = {}
         self.outputs: dict[int, Node] = {}
         self.entry: dict[str, Layout] = {}
         self.by_key: dict[Any, list[Node]] = {}

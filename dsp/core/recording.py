@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from dsp.calls import replaced, tensor_args
@@ -12,7 +14,7 @@ from dsp.compile_off import CompileOff
 from dsp.core.carrier import Carrier, claim, plain
 from dsp.core.inputs import carried_inputs, signature_of
 from dsp.core.keys import key_part
-from dsp.core.meter import Meter
+from dsp.core.meter import NodeMeter
 from dsp.core.offers import Rules, operands_of, stage_node
 from dsp.core.record import Node, Operation, Record
 from dsp.core.skeleton import Skeleton
@@ -28,23 +30,24 @@ from dsp.tensors import map_tensors, remade, tensors_in
 class Recorder:
     """Leads a forward on tensors without data, all replicated, and adds each node to the record."""
 
-    def __init__(self, record: Record) -> None:
-        self.record, self.meter = record, Meter()
+    def __init__(self, record: Record, meter: NodeMeter) -> None:
+        self.record, self.meter = record, meter
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         refuse_transforms(args, kwargs)
+        self.meter.start()
         args_, kwargs_ = replaced(args, kwargs, map(plain, tensor_args(args, kwargs)))
         return self.note(func, what, args, kwargs, func(*args_, **kwargs_))
 
     def note(self, func: Any, what: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Add the node of an operation that returned `out`."""
         record = self.record
-        record.draws |= self.meter.random
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)
         node = Node(
             "operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))), in_place=what.in_place
         )
+        self.meter.finish(node)
         results = tensors_in(out)
         node.identity = len(results) == 1 and any(results[0] is plain(t) for t in operands[:1]) and not what.in_place
         record.add((func, key_part(args, False), key_part(kwargs, False)), node)
@@ -57,11 +60,9 @@ class Recorder:
         record = self.record
         node, bound = stage_node(record, stage, args, kwargs)
         args, kwargs = map_tensors((args, kwargs), map(plain, tensors_in((args, kwargs))))
-        record.draws |= self.meter.random  # since the last stage, by what no carrier took part in
-        self.meter.restart()
+        self.meter.start()
         out = call(*args, **kwargs)
-        node.draws = self.meter.random
-        self.meter.restart()
+        self.meter.finish(node)
         node.results = [*map(record.ref, tensors_in(out))]
         record.add((stage.name, tuple(key_part(b.tensor, False) for b in bound)), node)
         return self.carried(node, out)
@@ -72,17 +73,41 @@ class Recorder:
         return carriers[0] if isinstance(out, Tensor) else map_tensors(out, carriers)
 
 
+class RecordOptions(NamedTuple):
+    """The options of a recording.
+
+    meter: makes the observer of the record's nodes, from the record and the module that runs; dtype: of floating-point
+    tensors, by default their own; data: it runs on copies of tensors, not on tensors without data; sources: functions
+    of plain tensors may be nodes.
+    """
+
+    meter: Callable[[Record, nn.Module], NodeMeter] = lambda record, module: NodeMeter()
+    dtype: torch.dtype | None = None
+    data: bool = False
+    sources: bool = True
+
+    def dtype_of(self, t: Tensor) -> torch.dtype:
+        return self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
+
+
+PLAIN = RecordOptions()
+
+
 def record_forward(
     model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, n: int, rules: Rules,
-    sources: bool = True,
+    options: RecordOptions = PLAIN,
 ) -> Record:  # fmt: skip
     """The record of a forward on `n` ranks. It has no sources if a module keeps one for later calls, as a table that it
     makes once: no record may hold that."""
     inputs = args, kwargs
-    mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
+    mode: Any = nullcontext() if options.data else FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
 
     def fake(t: Tensor) -> Tensor:
-        return fakes.setdefault(id(t), fake_tensor(mode, t, t.dtype))
+        if id(t) not in fakes:
+            kind = options.dtype_of(t)
+            fakes[id(t)] = copied(t, kind) if options.data else fake_tensor(mode, t, kind)
+        return fakes[id(t)]
 
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     skeleton = Skeleton(fake, {}, staged)
@@ -91,9 +116,9 @@ def record_forward(
         StageCall(stage, skeleton.memo[id(stage.module)])
     args, kwargs = remade((tuple(args), dict(kwargs)), fake)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
-    recorder = record.driver = Recorder(record)
+    recorder = record.driver = Recorder(record, options.meter(record, clone))
     args, kwargs = carried_inputs(record, signature_of(model, root), args, kwargs)
-    with CompileOff(), any_device(), mode, recorder.meter, watched(record) if sources else Watch(record):
+    with CompileOff(), any_device(), mode, recorder.meter, watched(record) if options.sources else Watch(record):
         out = clone(*args, **kwargs)
     for k, t in enumerate(tensors_in(out)):
         if isinstance(t, Carrier):
@@ -101,7 +126,14 @@ def record_forward(
     if record.sources and any(
         isinstance(t, Carrier) for m in clone.modules() for t in tensors_in([buffers_of(m), vars(m)])
     ):
-        return record_forward(model, stages, root, *inputs, n, rules, sources=False)
-    record.draws |= recorder.meter.random
+        return record_forward(model, stages, root, *inputs, n, rules, options._replace(sources=False))
+    recorder.meter.start()
+    record.draws = recorder.meter.draws or any(node.draws for node in record.nodes if node.kind == "operation")
     record.memories = None
     return record
+
+
+def copied(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor with the numbers of another, or a parameter that shares them, for a forward that reads its data."""
+    new = t.detach().to(dtype, copy=not isinstance(t, nn.Parameter))
+    return nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new.requires_grad_(t.requires_grad)

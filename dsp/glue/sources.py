@@ -33,6 +33,7 @@ class SourceWatch(Watch):
         recorded, driver = key in record.by_key, record.driver
         if not isinstance(driver, Recorder):
             return driver.operation(func, what, args, kwargs, self) if recorded else func(*args, **kwargs)
+        driver.meter.start()
         out = func(*args, **kwargs)
         if not recorded:
             if not is_source(what.name, tensors, out) or record.n * out.nbytes <= record.longest:
