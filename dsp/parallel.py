@@ -9,10 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.core.parallel import Parallel
 from dsp.glue.offers import ShardingRules
+from dsp.hardware import Hardware
 from dsp.known import of_type, stages_for
 from dsp.layout import Axis
 from dsp.notation import StagePattern
+from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
+from dsp.routes import Route
 from dsp.stages import Stage, declared
+from dsp.wire import SAME, Wire
 
 
 def parallelize(
@@ -20,19 +24,38 @@ def parallelize(
     mesh: DeviceMesh,
     stages: Mapping[str, str] | None = None,
     gather_output: bool = True,
+    wire: str | Mapping[str, str] = SAME,
+    route: str | Route | Hardware | None = None,
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
-    model: a module. mesh: a 1-D DeviceMesh, such as ``mesh["sp"]`` of a larger one. stages: submodule pattern to stage
-    string, by default ``model.stages``, or the stages that `dsp.known` has for its class; the key ``""`` names the
-    model's own inputs and outputs. The parallel model takes the inputs of the bare model: full tensors, the same on
-    every rank. It returns full tensors; with ``gather_output=False`` it returns DTensors, whose loss is taken with
-    `dsp.mean`. Average parameter gradients over the ranks of `mesh` (DDP, `fully_shard`) to get the single-process
-    gradient. At size 1 the model is returned untouched.
+    model: a module, or a pipeline of diffusers, whose parts of known classes are parallelized. mesh: a 1-D DeviceMesh,
+    such as ``mesh["sp"]`` of a larger one. A pipeline's mesh may have two axes: the first divides the batch of each
+    call, such as guidance's two predictions. stages: submodule pattern to stage string, by default ``model.stages``, or
+    the stages that `dsp.known` has for its class; the key ``""`` names the model's own inputs and outputs. The parallel
+    model takes the inputs of the bare model: full tensors, the same on every rank. It returns full tensors; with
+    ``gather_output=False`` it returns DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over
+    the ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient. At size 1 the model is returned
+    untouched.
+
+    wire: the format in which a switch sends real numbers: ``"same"``, unchanged; or ``"bf16"``, ``"fp8"`` or
+    ``"int8"``, in fewer bits, which is not exact (docs/wire.md). ``{"forward": ..., "backward": ...}`` sets the format
+    of gradients apart. route: how a switch goes over ranks of several nodes: ``"direct"``, ``"hierarchical"``,
+    ``"rounds"`` or ``"auto"`` (docs/routes.md); with a route `mesh` may have two axes, nodes and ranks within a node.
     """
+    batches, mesh = axes_of(model, mesh)
+    mesh, route = Route.along(mesh, route)
+    axis = Axis.of(mesh, Wire.of(wire), route)
+    if (parts := parts_of(model, stages, axis.rank)) is not None:
+        for part in parts:
+            if axis.size > 1:
+                parallelize(part.module, mesh, part.stages, gather_output, wire, route)
+                part.place()
+            if batches is not None and batches.size() > 1 and not isinstance(part.module, Method):
+                SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
+        return model
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    axis = Axis.of(mesh)
+        raise TypeError(f"model must be a torch.nn.Module or a pipeline of diffusers, not {type(model).__name__}")
     declarations = stages_of(model, stages)
     if axis.size > 1:
         Parallel(model, axis, *declarations, gather_output, ShardingRules())

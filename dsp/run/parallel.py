@@ -24,6 +24,7 @@ from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
 from dsp.overlap import Overlap, overlap_of, refuse_overlap
+from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
 from dsp.plan.make import make_plan, stages_of
@@ -61,7 +62,6 @@ from dsp.run.kept import Path, lying, paths_to, refuse_leaves
 from dsp.run.lookup import NUMBERS
 from dsp.run.notes import add_note
 from dsp.run.piecewise import PieceCalls, in_pieces
-from dsp.run.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.run.runtime import CallEntry, Runtime, counting_writes
 from dsp.run.traffic_check import PlannedCounts, TrafficCheck
 from dsp.sharded import ACTIVE

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 import dsp
 from dsp.known import stages_for, table
 from dsp.notation import NotationError
-from dsp.run.pipelines import SharedBatch, parts_of
+from dsp.pipelines import SharedBatch, parts_of
 from dsp.tensors import tensors_in
 from tests.support import known_models as known
 from tests.support.paths import ROOT

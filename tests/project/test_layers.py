@@ -12,7 +12,7 @@ HOME = ROOT / "dsp"
 LAYERS = """
 text private launch lines world notation planner messages formats wire hardware overlap
 tensors compile_off observers exchange legs routes packed collectives chunked pending sent rows deal count gradients
-layout sharded moves ops randomness methods signature stages known slices calls traits between
+layout sharded moves ops randomness methods signature stages known pipelines slices calls traits between
 rules core glue report plan run parallel check discovery embedded cluster_check
 """.split()
 ROOMS = {
@@ -24,7 +24,7 @@ ROOMS = {
         cost overlap traffic advice make choose""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
-        scripted glue hooks guards tidy graph pipelines parallel""",
+        scripted glue hooks guards tidy graph parallel""",
     "core": """meter skeleton record carrier keys watch copies offers checkpoints inputs stage_calls recording run hooks
         placement decide parallel""",
     "glue": "traffic local sources offers",
