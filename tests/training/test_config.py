@@ -135,6 +135,39 @@ def test_a_file_builds_on_another_and_that_on_a_third(tmp_path):
             cfg.load([str(tmp_path / "two.yaml")])
 
 
+TYPED = ["8.10", "2026_11_29", "yes", "010", "1e10", "10:13", "2026-11-29", "0x1f", "off", "1_000"]
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_an_option_that_takes_texts_takes_what_was_typed(load, text):
+    for config in (load("", f"name={text}"), load(f"name: {text}"), load(f"name: '{text}'")):
+        assert config.name == text
+    for config in (load("", f"lora.targets=[{text}, x]"), load(f"lora:\n  targets:\n  - {text}\n  - x")):
+        assert config.lora.targets == [text, "x"]
+
+
+def test_a_text_on_the_command_line_is_no_yaml(load):
+    for text in ("a #1", "[a", "{a}", "a: b", "*a", "'a'", "~", "- a"):
+        assert load("", f"name={text}").name == text
+    assert load("", "name=null").name == "run"
+    assert load("", "train={steps: 3}", "train.batch=2").train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("train.seed", "010"), ("train.seed", "-010"), ("optim.lr", "010"), ("train.steps", "1:30"),
+     ("train.clip", "1:30.5"), ("optim.betas", "[0, 010]"), ("model.overrides", "{hidden: 064}"),
+     ("model.overrides.hidden", "064"), ("parallel.overlap", "010")],
+)  # fmt: skip
+def test_a_number_in_base_eight_or_sixty_is_refused(load, key, text):
+    outer, _, inner = key.partition(".")
+    file = f"{outer}: {{{inner}: {text}}}" if "." not in inner else f"{outer}: {{overrides: {{hidden: {text}}}}}"
+    for arguments in (("", f"{key}={text}"), (file,)):
+        with pytest.raises(UserError, match=f"{outer}.*reads this number as .*without leading zeros and colons"):
+            load(*arguments)
+    assert load("", "train.seed=0x10", "train.steps=1_000", "optim.lr=1e-2").train.seed == 16
+
+
 def test_missing_file_and_no_file(tmp_path):
     (tmp_path / "demo.yaml").write_text("")
     with pytest.raises(UserError, match=r"dmo\.yaml: no such file: did you mean '.*demo\.yaml'"):

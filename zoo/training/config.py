@@ -9,7 +9,6 @@ and `model.overrides` those of the model.
 
 import difflib
 import inspect
-import io
 import os
 import re
 import textwrap
@@ -29,7 +28,7 @@ from dsp import Route
 from dsp.overlap import overlap_of
 from dsp.wire import Wire
 from zoo.data.limits import read_bytes
-from zoo.training import UserError, complete, one_line
+from zoo.training import UserError, complete, one_line, values
 from zoo.training.parts import TASKS, Parts
 from zoo.training.sections import (
     Checkpoint,
@@ -57,6 +56,7 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
     dsp-launch --nproc-per-node 2 train.py configs/demo.yaml check=true    are the ranks equal to one process?"""
 
 
+Layer = dict[str, Any]  # a file, or an argument of the command line
 MOST_BYTES = 1 << 20  # of a YAML file
 PACKAGED = Path(__file__).parents[1] / "cli"  # a wheel has configs/ there
 
@@ -144,15 +144,14 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
     if len(files) != 1:
         raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
     OmegaConf.clear_resolver("oc.env")  # a configuration is complete: the environment is not part of it
-    layers = {**_chain(files[0]), "command line": _parse(overrides)}
+    layers = [*_chain(files[0]), *(("command line", _parse(override)) for override in overrides)]
 
-    data = next((c for c in (_get(v, "data", "name") for v in reversed(layers.values())) if c is not None), "digits")
-    task = next((c for c in (v.get("task") for v in reversed(layers.values())) if c is not None), None)
-    schema = OmegaConf.structured(known(str(data), None if task is None else str(task)))
-    merged = schema
-    for source, layer in layers.items():
-        _check_keys(schema, layer, source)
-        merged = _merge(merged, layer, source)
+    names = (layer["data"].get("name") for _, layer in reversed(layers) if isinstance(layer.get("data"), dict))
+    data = next((name for name in names if name is not None), "digits")
+    task = next((layer["task"] for _, layer in reversed(layers) if layer.get("task") is not None), None)
+    schema = merged = OmegaConf.structured(known(str(data), None if task is None else str(task)))
+    for source, layer in layers:
+        merged = _merge(merged, _typed(schema, layer, source), source)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     _make_absolute(config)
@@ -197,64 +196,64 @@ def load_or_error(arguments: Sequence[str]) -> tuple[Config, UserError | None]:
         return Config(), error
 
 
-def _chain(path: str) -> dict[str, DictConfig]:
-    """The file by its path, after the files that it builds on: `base: other.yaml`, relative to its folder."""
-    found: dict[str, DictConfig] = {}
+def _chain(path: str) -> list[tuple[str, Layer]]:
+    """The file with its path, after the files that it builds on: `base: other.yaml`, relative to its folder."""
+    chain: dict[str, Layer] = {}
     while True:
         layer = _read(path)
-        if path in found:
-            raise UserError(f"base: {' -> '.join([*found, path])}: these files build on each other")
-        found[path] = layer
+        if path in chain:
+            raise UserError(f"base: {' -> '.join([*chain, path])}: these files build on each other")
+        chain[path] = layer
         if "base" not in layer:
-            return dict(reversed(found.items()))
+            return [*reversed(chain.items())]
         base = layer.pop("base")
         if not isinstance(base, str):
             raise UserError(f"{path}: base: expected the path of one YAML file")
         path = base if os.path.isabs(base) else os.path.normpath(os.path.join(os.path.dirname(path), base))
 
 
-def _read(path: str) -> DictConfig:
+def _read(path: str) -> Layer:
     try:
-        own = path.startswith("configs/") and not Path(path).exists() and (PACKAGED / path).is_file()
-        text = read_bytes(PACKAGED / path if own else Path(path), MOST_BYTES).decode()
-        layer = OmegaConf.load(io.StringIO(text))
+        packaged = path.startswith("configs/") and not Path(path).exists() and (PACKAGED / path).is_file()
+        layer = values.parse(read_bytes(PACKAGED / path if packaged else Path(path), MOST_BYTES).decode())
     except FileNotFoundError:
         beside = sorted(str(p) for p in Path(path).parent.glob("*.yaml")) if Path(path).parent.is_dir() else []
         raise UserError(f"{path}: no such file{_suggest(path, beside)}") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not a readable YAML file: {one_line(error)}") from None
-    if not isinstance(layer, DictConfig):
+    layer = {} if layer is None else layer
+    if not isinstance(layer, dict):
         raise UserError(f"{path}: expected keys and values at the top level")
-    for key in [k for k in layer if OmegaConf.is_missing(layer, k) or layer._get_node(k)._is_none()]:  # type: ignore
-        if is_dataclass(getattr(Config(), str(key), None)):
-            del layer[key]  # a section whose every line is commented out
     if layer.get("parallel") == "auto":
         layer["parallel"] = {"auto": True}
-    return layer
+    return {key: value for key, value in layer.items() if value is not None or not _is_section(key)}
 
 
-def _parse(overrides: Sequence[str]) -> DictConfig:
-    for override in overrides:
-        key, value = override.split("=", 1)
-        if not re.fullmatch(r"\w+(\.\w+)*", key):
-            raise UserError(f"command line: {key!r} is not a key; expected key=value, for example train.steps=10")
-        _refuse_secret(key, value, "command line")
-        if value == "":
-            raise UserError(f"command line: {key}= has no value; write {key}=null for none")
-    # next to parallel.memory=16, a bare parallel=auto would be lost
-    overrides = ["parallel.auto=true" if override == "parallel=auto" else override for override in overrides]
-    try:  # 10:13 is a range of steps here, and in YAML the number 613
-        return OmegaConf.from_dotlist([re.sub(r"=(\d+:\d+)$", r"='\1'", override) for override in overrides])
-    except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"command line: {one_line(error)}") from None
+def _is_section(key: str) -> bool:
+    return is_dataclass(getattr(Config(), key, None))
 
 
-def _get(layer: DictConfig, section: str, key: str) -> Any:
-    node = layer.get(section)
-    return node.get(key) if isinstance(node, DictConfig) else None
+def _parse(override: str) -> Layer:
+    """The layer that one argument of the command line is."""
+    key, text = override.split("=", 1)
+    if not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise UserError(f"command line: {key!r} is not a key; expected key=value, for example train.steps=10")
+    _refuse_secret(key, text, "command line")
+    if text == "":
+        raise UserError(f"command line: {key}= has no value; write {key}=null for none")
+    if override == "parallel=auto":  # next to parallel.memory=16, a bare parallel=auto would be lost
+        return {"parallel": {"auto": True}}
+    value: Any = None if text == "null" else values.Text(text)
+    try:
+        value = values.parse(text) if _is_section(key) else value
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"command line: {key}: {one_line(error)}") from None
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
 
 
-def _merge(base: DictConfig, layer: DictConfig, source: str) -> DictConfig:
+def _merge(base: DictConfig, layer: Layer, source: str) -> DictConfig:
     try:
         merged = OmegaConf.merge(base, layer)
         OmegaConf.to_container(merged, resolve=True)
@@ -267,22 +266,28 @@ def _merge(base: DictConfig, layer: DictConfig, source: str) -> DictConfig:
     return merged
 
 
-def _check_keys(schema: DictConfig, layer: DictConfig, source: str, prefix: str = "") -> None:
-    for key in layer:
-        key = str(key)
+def _typed(schema: DictConfig, layer: Layer, source: str, prefix: str = "") -> Layer:
+    """A layer whose keys are checked, and whose values are read by the types of their options."""
+    checked: Layer = {}
+    for key, value in layer.items():
         name = f"{prefix}{key}"
-        node, given = schema.get(key), layer._get_node(key)
-        _refuse_secret(name, str(given), source)
+        _refuse_secret(name, str(value), source)
         if key not in schema:
             where = "" if prefix else " at the top level"
-            raise UserError(f"{source}: unknown key '{name}'{where}{_suggest(key, [str(k) for k in schema])}")
+            raise UserError(f"{source}: unknown key '{name}'{where}{_suggest(str(key), [str(k) for k in schema])}")
+        node: Any = schema._get_node(key)
         if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
-            if not isinstance(given, DictConfig):
-                raise UserError(f"{source}: '{name}' is a section: expected keys under it, got {given}")
-            _check_keys(node, given, source, f"{name}.")
-        elif isinstance(given, DictConfig):
-            for inner in given:
-                _refuse_secret(f"{name}.{inner!s}", str(given._get_node(inner)), source)
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: '{name}' is a section: expected keys under it, got {value}")
+            checked[key] = _typed(node, value, source, f"{name}.")
+            continue
+        for inner in value if isinstance(value, dict) else ():
+            _refuse_secret(f"{name}.{inner}", str(value[inner]), source)
+        try:
+            checked[key] = values.typed(value, node._metadata.ref_type)
+        except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+            raise UserError(f"{source}: {name}={one_line(value)[:60]}: {one_line(error)[:200]}") from None
+    return checked
 
 
 def _check_values(config: Config) -> None:

@@ -149,7 +149,7 @@ class Checkpoint:
 
 @dataclass
 class Profile:
-    steps: str | None = option(None, "first and last step to trace, as 10:13 (in a file '10:13'); null: none")
+    steps: str | None = option(None, "first and last step to trace, as 10:13; null: none")
     memory: bool = option(False, "also record allocations during these steps")
     every: int = option(100, "steps between measurements of the parts of a step, for the log; 0: none", least=0)
 
