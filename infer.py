@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
+from zoo.training.console import Console
 from zoo.training.show.options import checked
 from zoo.training.tracking import names_of, number_of
 from zoo.training.use import arguments as describe
@@ -68,6 +69,11 @@ def direct_coupling_analysis(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
+    with Console():
+        return work(arguments)
+
+
+def work(arguments: Sequence[str]) -> int:
     usage = "infer.py RUN [options]   (RUN: the directory of a run, of one of its checkpoints, or of a pipeline)"
     try:
         if arguments[:1] == ["--dca"]:

@@ -62,6 +62,12 @@ def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
     assert not same(averaged.state_dict(), last.state_dict())
     told = json.loads((out / "config.json").read_text())
     assert (told["zoo"], told["config"]["num_classes"]) == ("transformer2d", 10)
+    saved = (first / "config.yaml").read_text()
+    other = saved.replace("name: digits", "name: absent:Data").replace("task: null", "task: absent.module")
+    (first / "config.yaml").write_text(other)
+    assert "absent:Data" in other
+    assert same(export.weights_of(first).state_dict(), averaged.state_dict())  # no code of the user's is needed
+    (first / "config.yaml").write_text(saved)
     task = cfg.create_task(cfg.load(run.arguments(f"init.weights={out}")))
     task.open()
     assert same(initial.source(task).state_dict(), averaged.state_dict())

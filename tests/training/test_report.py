@@ -1,6 +1,7 @@
 """The page of a run, the picture of a plan, and a trained model in Python."""
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -15,7 +16,7 @@ from dsp.report.picture import LONGEST, _two_lines
 from tests.support.inference import tiny_run  # noqa: F401
 from tests.support.runs import Runs, metrics
 from zoo.training import config as cfg
-from zoo.training import report
+from zoo.training import export, flight, report
 from zoo.training.charts import Chart, Curve, draw
 
 NEVER_CLOSED = {"meta", "img", "br"}
@@ -87,7 +88,7 @@ def test_a_page_of_one_run_and_of_two(tmp_path, capsys):
     text = (one / "report.html").read_text()
     page = Page(text)
     assert not page.links  # nothing is fetched, but for what stands in the page
-    assert page.tags.count("img") == 1
+    assert page.tags.count("img") == 2  # a sample and the plan
     assert "step 40 of 40 after 1:00" in text
     assert "model   toy\n" in text and "step 1\n" not in text  # noqa: PT018
     assert re.search(
@@ -102,9 +103,71 @@ def test_a_page_of_one_run_and_of_two(tmp_path, capsys):
     Page(both)
     assert "<tr><td>optim.lr</td><td>0.0001</td><td>0.0003</td></tr>" in both
     assert "<tr><td>optim.schedule</td><td>cosine</td><td>wsd</td></tr>" in both
-    assert both.count("sharded along") == text.count("sharded along")  # the same plan once
+    assert both.count('alt="plan"') == text.count('alt="plan"') == 1  # the same plan once
     assert report.main([str(tmp_path)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
+
+
+EVIL = "<script>alert(1)</script>\x1b[31m"
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """A run as somebody may send it: its configuration names code, its files hold scripts and escape codes."""
+    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    run = directory(tmp_path / f"<img src=x onerror=alert(2)>{EVIL.replace('/', '')}")
+    text = (run / "config.yaml").read_text().replace("name: digits", "name: evil:Data")
+    (run / "config.yaml").write_text(
+        text.replace("task: null", "task: evil").replace("project: ", f"project: {EVIL[:-5]}")
+    )
+    rows = [{"step": 1, "resumed": EVIL, "time": 1e30, "changes": [EVIL]}, {"step": 1, f"val_{EVIL}": 0.5},
+            {"step": 2, "resumed": 2, "time": EVIL, "changes": EVIL}]  # fmt: skip
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    (run / "plan.svg").write_text(f'<svg xmlns="http://www.w3.org/2000/svg">{EVIL[:-5]}</svg>')
+    (run / "samples/step-9").with_suffix('.png"><script>alert(3)<').touch()
+    (run / "console.log").write_text(f"model   {EVIL}\n")
+    (run / "flight/<b>").mkdir(parents=True)
+    entry = {"group": EVIL, "number": 1, "name": EVIL, "sizes": [], "done": True, "seconds_ago": 1.0}
+    record = {"rank": 0, "fault": EVIL, "modules": [EVIL], "collectives": [entry], "place": EVIL}
+    (run / "flight/<b>/rank-0.json").write_text(json.dumps(record))
+    (run / "checkpoints/step-00000001").mkdir(parents=True)
+    state = {"format": 1, "step": 1, "identity": {"name": "transformer2d", "config": {}}}
+    (run / "checkpoints/step-00000001/state.json").write_text(json.dumps(state))
+    return run
+
+
+def test_reports_of_a_run_execute_nothing_that_its_files_hold(hostile, tmp_path, capsys):
+    assert report.main([str(hostile)]) == 0
+    assert flight.main([str(hostile)]) == 0
+    assert export.main([str(hostile)]) == 2  # its checkpoint is damaged
+    assert not (tmp_path / "imported").exists()
+    page = Page((hostile / "report.html").read_text())
+    assert not page.links
+    assert set(page.tags) & {"script", "b"} == {"b"}  # the name of the run is in bold
+    assert page.tags.count("b") == 1
+    assert page.tags.count("img") == 2
+    out = capsys.readouterr()
+    assert "\x1b" not in out.out + out.err
+    assert "\\x1b[31m" in out.out
+
+
+def test_the_model_of_a_run_that_has_code_of_its_own_is_not_exported(tmp_path, hostile, capsys):
+    text = (hostile / "config.yaml").read_text().replace("name: transformer2d", "name: evil:Wan")
+    (hostile / "config.yaml").write_text(text)
+    assert export.main([str(hostile)]) == 2
+    assert "model.name=evil:Wan is not a model of the zoo" in capsys.readouterr().err
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("name", ["plan.svg", "console.log", "samples/step-00000099.gif", "metrics.jsonl"])
+def test_a_fifo_in_the_place_of_a_run_s_file_is_named(tmp_path, name, capsys):
+    run = directory(tmp_path / "run")
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    assert report.main([str(run)]) == 2
+    assert f"{run / name} is not a regular file" in capsys.readouterr().err
 
 
 def test_charts_of_odd_curves():

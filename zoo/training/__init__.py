@@ -1,8 +1,7 @@
 """The parts of a training run other than its model: configuration, tasks, checkpoints and records."""
 
 import importlib.util
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from zoo.contract import lacks, members
@@ -61,22 +60,11 @@ def complete(value: Any, contract: type, what: str) -> None:
         raise UserError("\n".join([f"{what} lacks, or has of another type:", *lines]))
 
 
-def command(work: Callable[[], Iterable[Any]], line: str = "wrote {}") -> int:
-    """Do a command's work, print a line for each result, and return the exit status: 2 after an error, in one line."""
-    try:
-        for found in work():
-            print(line.format(found))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def one_line(error: object) -> str:
     """The message of an error, in one line that is safe to print."""
     return printable(" ".join(str(error).split()))[:500]
 
 
 def printable(text: str) -> str:
-    """A text in which characters that move a terminal's cursor or colour text are escaped; line breaks stay."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    """A text in which what moves a terminal's cursor or colours it is escaped; line breaks and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

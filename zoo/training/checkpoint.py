@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from zoo.training import UserError
 from zoo.training.optim import MovingAverage, local_part
 from zoo.training.ranks import on_first_rank
-from zoo.training.verify import FORMAT, Damaged, Reader, digest, verify
+from zoo.training.verify import FORMAT, Damaged, Reader, check_state, digest, verify
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 Tensors = dict[tuple[str, ...], Tensor]  # under (model, NAME), (average, NAME) and (optimizer, NAME, MOMENT)
@@ -220,6 +221,15 @@ def found(directory: Path) -> list[tuple[int, Path]]:
     """The finished checkpoints under `directory` as (step, path), oldest first."""
     steps = [(re.fullmatch(r"step-(\d+)", p.name), p) for p in directory.glob("step-*") if p.is_dir()]
     return sorted((int(match[1]), path) for match, path in steps if match)
+
+
+def identity(directory: Path, step: int | None = None) -> dict[str, Any]:
+    """The description of the model of the latest checkpoint under `directory`, or of that of `step`."""
+    for at, path in reversed(found(directory)):
+        with suppress(Damaged):
+            if step in (None, at):
+                return dict(check_state(path / "state.json", at)["identity"])
+    raise UserError(f"{directory} holds no checkpoint, or only damaged ones")
 
 
 def load(

@@ -28,7 +28,7 @@ from dsp import Route
 from dsp.overlap import overlap_of
 from dsp.wire import Wire
 from zoo.data.limits import read_bytes
-from zoo.training import UserError, complete, one_line, values
+from zoo.training import UserError, complete, one_line, user_error, values
 from zoo.training.parts import TASKS, Parts
 from zoo.training.sections import (
     Checkpoint,
@@ -58,6 +58,7 @@ USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
 Layer = dict[str, Any]  # a file, or an argument of the command line
 MOST_BYTES = 1 << 20  # of a YAML file
+TASK_SECTIONS = ("data", "task", "objective", "eval", "sample")
 PACKAGED = Path(__file__).parents[1] / "cli"  # a wheel has configs/ there
 
 
@@ -144,8 +145,22 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
     if len(files) != 1:
         raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
     OmegaConf.clear_resolver("oc.env")  # a configuration is complete: the environment is not part of it
-    layers = [*_chain(files[0]), *(("command line", _parse(override)) for override in overrides)]
+    config = _merged([*_chain(files[0]), *(("command line", _parse(override)) for override in overrides)])
+    if getattr(config.data, "path", "") is None and not (config.dry_run or shown):
+        raise UserError("data.path is not set: it names the folder of your data (data.path=/path/to/it)")
+    config.name = config.name or Path(files[0]).stem
+    if Path(config.name).name != config.name or config.name == ".." or len(config.name.encode()) > 200:
+        raise UserError(f"name={config.name[:60]!r} must be a plain folder name, without slashes, of at most 200 bytes")
+    return config
 
+
+def load_model(path: Path) -> Config:
+    """A run's configuration with the default data and task: nothing that it names is imported."""
+    return _merged([(str(path), {key: part for key, part in _read(str(path)).items() if key not in TASK_SECTIONS})])
+
+
+def _merged(layers: Sequence[tuple[str, Layer]]) -> Config:
+    """The configuration that layers amount to, checked."""
     names = (layer["data"].get("name") for _, layer in reversed(layers) if isinstance(layer.get("data"), dict))
     data = next((name for name in names if name is not None), "digits")
     task = next((layer["task"] for _, layer in reversed(layers) if layer.get("task") is not None), None)
@@ -156,11 +171,6 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
     assert isinstance(config, Config)
     _make_absolute(config)
     _check_values(config)
-    if getattr(config.data, "path", "") is None and not (config.dry_run or shown):
-        raise UserError("data.path is not set: it names the folder of your data (data.path=/path/to/it)")
-    config.name = config.name or Path(files[0]).stem
-    if Path(config.name).name != config.name or config.name == ".." or len(config.name.encode()) > 200:
-        raise UserError(f"name={config.name[:60]!r} must be a plain folder name, without slashes, of at most 200 bytes")
     return config
 
 
@@ -355,6 +365,22 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[st
             yield from leaves(value, f"{prefix}{f.name}.")
         else:
             yield f"{prefix}{f.name}", value, f.metadata
+
+
+def saved(path: Path) -> dict[str, Any]:
+    """The options in a run's config.yaml by their dotted keys, as they stand there: nothing that it names is imported.
+
+    {} if there is no such file. UserError: it is not readable.
+    """
+    return flattened(user_error(values.typed, _read(str(path)), Any, prefix=f"{path}: ")) if path.exists() else {}
+
+
+def flattened(tree: Layer, prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def flat(config: Config) -> dict[str, Any]:

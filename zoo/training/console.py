@@ -1,23 +1,28 @@
-"""The console of a run, kept in its directory as `console.log`: lines from before a crash are still there after it."""
+"""The console of a run, kept in its directory as `console.log`: lines from before a crash are still there after it.
+
+All that is printed passes here: characters that move a terminal's cursor, as a file's name may have them, are escaped.
+"""
 
 import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
+from zoo.training import UserError, printable
+
 
 class Console:
-    """Copies what rank 0 prints, from the beginning, to the file that `keep` names."""
+    """Escapes what this process prints; on rank 0, copies it from the beginning to the file that `keep` names."""
 
     def __init__(self) -> None:
         self.file: TextIO | None = None
-        self.early: list[str] = []
+        self.early: list[str] | None = [] if int(os.environ.get("RANK", 0)) == 0 else None
 
     def __enter__(self) -> "Console":
         self.screen = sys.stdout, sys.stderr
-        if int(os.environ.get("RANK", 0)) == 0:
-            sys.stdout, sys.stderr = (Both(stream, self) for stream in self.screen)
+        sys.stdout, sys.stderr = (Both(stream, self) for stream in self.screen)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -29,15 +34,17 @@ class Console:
     def keep(self, path: Path) -> None:
         """Append to this file what was printed, and what will be. A full disk does not end the run here."""
         with contextlib.suppress(OSError):
-            self.file = path.open("a", buffering=1, encoding="utf-8")
-            self.note("".join(self.early))
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644)  # a FIFO raises
+            self.file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
+            self.note("".join(self.early or ()))
+        self.early = None
 
     def note(self, text: str) -> None:
-        if self.file is None:
+        if self.early is not None:
             self.early.append(text)
-            return
-        with contextlib.suppress(OSError):
-            self.file.write(text)
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.write(text)
 
 
 class Both:
@@ -47,8 +54,22 @@ class Both:
         self.stream, self.console = stream, console
 
     def write(self, text: str) -> int:
+        begin = "\r" if text.startswith("\r") else ""  # of a line on progress
+        text = begin + printable(text.removeprefix(begin))
         self.console.note(text)
         return self.stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def command(work: Callable[[], Iterable[Any]], line: str = "wrote {}") -> int:
+    """Do a command's work, print a line for each result, and return the exit status: 2 after an error, in one line."""
+    with Console():
+        try:
+            for result in work():
+                print(line.format(result))
+        except (UserError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0

@@ -13,34 +13,58 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 import zoo
-from zoo.training import UserError, command, ranks, user_error
+from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
+from zoo.training.console import command
 from zoo.training.lora import merged
+from zoo.training.parts import Parts
+from zoo.training.task import Task
 from zoo.training.use import locate, restored
 
 LAYOUTS = ("safetensors", "diffusers")
 
 
+class Exported(Task):
+    """The model of a checkpoint, without the run's data and task: these may be code from outside."""
+
+    def __init__(self, config: cfg.Config, identity: Mapping[str, Any]):
+        if config.model.name not in zoo.registry.MODELS:
+            raise UserError(
+                f"model.name={config.model.name} is not a model of the zoo, and an export runs no code that a run "
+                "names: take its weights in Python, from zoo.load(RUN).model"
+            )
+        config.model.size, config.model.overrides = None, dict(identity["config"])
+        super().__init__(config)
+        self.identity = {**identity, **self.identity}
+
+    def open(self) -> None:
+        raise NotImplementedError
+
+    def objective(self, model: nn.Module) -> nn.Module:
+        raise NotImplementedError
+
+
 def weights_of(path: Path, averaged: bool = True) -> Any:
     """The model of a run or a checkpoint as `zoo.create` makes it, on the CPU, with its weights."""
     run, directory, step = locate(path)
-    config = cfg.load([str(run / "config.yaml")])
+    config = cfg.load_model(run / "config.yaml")
+    objective = objective_of(path)
+    config.objective = SimpleNamespace(**objective, predicts=objective.get("prediction"))
+    task = Exported(config, checkpoint.identity(directory, step))
     with ranks.process_group():
-        trained = restored(cfg.create_task(config), directory, step, torch.device("cpu"), averaged)
-    options = config.model
-    model: Any = zoo.create(options.name, options.size, **options.overrides)
-    settings: Any = trained.config
-    if asdict(settings) != asdict(model.config):  # settings that the data decided, such as classes
-        model = zoo.create(options.name, options.size, **{**options.overrides, **_plain(asdict(settings))})
+        trained = restored(task, directory, step, torch.device("cpu"), averaged)
+    model: Any = zoo.create(config.model.name, **config.model.overrides)
     model.load_state_dict(merged(trained))
     return model
 
@@ -48,9 +72,13 @@ def weights_of(path: Path, averaged: bool = True) -> Any:
 def objective_of(path: Path) -> dict[str, Any]:
     """The settings of the objective that a run was trained with: what its model predicts."""
     with suppress(UserError):  # raised if `path` is not a run
-        run, *_ = locate(path)
-        objective: Any = cfg.load([str(run / "config.yaml")]).objective
-        return asdict(objective) | ({"prediction": objective.predicts} if hasattr(objective, "predicts") else {})
+        options = cfg.saved(locate(path)[0] / "config.yaml")
+        objective = {key.removeprefix("objective."): v for key, v in options.items() if key.startswith("objective.")}
+        parts = Parts(str(options.get("data.name")), options.get("task"))
+        if parts.own is not None:  # the zoo's, which says what the model predicts
+            settings = parts.module.Objective(**objective)
+            objective |= {"prediction": settings.predicts} if hasattr(settings, "predicts") else {}
+        return objective
     return {}
 
 
@@ -74,7 +102,8 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
         from safetensors.torch import save_file
     except ImportError:
         raise UserError("export needs a package: pip install safetensors") from None
-    name = next(name for name, place in zoo.registry.MODELS.items() if place.endswith(":" + type(model).__name__))
+    places = {place: name for name, place in zoo.registry.MODELS.items()}
+    name = places[f"{type(model).__module__}:{type(model).__name__}"]
     written = [out / "model.safetensors", out / "config.json"]
     save_file({name: value.contiguous().clone() for name, value in model.state_dict().items()}, written[0])
     told = {"zoo": name, "config": _plain(asdict(model.config)), "objective": objective}

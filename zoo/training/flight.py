@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.data.limits import read_json
-from zoo.training import UserError, command
+from zoo.training import UserError
+from zoo.training.console import command
 
 LAST = 40  # collectives that are kept, of each rank
 MOST = 1 << 22  # bytes of a file

@@ -11,17 +11,20 @@ import argparse
 import base64
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from zoo.training import UserError, command
+from markupsafe import Markup
+
+from zoo.data.limits import read_bytes
+from zoo.training import UserError, user_error
 from zoo.training.charts import Chart, Curve, draw
-from zoo.training.config import leaves, load
+from zoo.training.config import saved
+from zoo.training.console import command
 from zoo.training.records import read_metrics
 from zoo.training.tracking import duration, higher, label
 
@@ -31,6 +34,7 @@ CHARTS = (  # key of the records, title, factor
     ("mfu", "share of the devices' peak (MFU), %", 100), ("data_wait", "waiting for data, % of a step", 100),
     ("comm_share", "communication, % of a step", 100), ("memory_bytes", "memory of a rank, GiB at most", 2**-30),
 )  # fmt: skip
+MOST = 1 << 28  # bytes of a file that the page shows
 SHOWN = {"loss", "val_loss", "time", "step", *(key for key, _, _ in CHARTS)}
 STYLE = """
 :root { color-scheme: light dark }
@@ -67,19 +71,14 @@ class Run:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """Every option with its value; the lines of the file if another version wrote it."""
-        path = self.directory / "config.yaml"
-        try:
-            return {key: str(value) for key, value, _ in leaves(load([str(path)]))}
-        except UserError:
-            lines = path.read_text().splitlines() if path.exists() else []
-            return {f"line {i}": line for i, line in enumerate(lines, 1)}
+        """Every option with its value."""
+        return {key: str(value) for key, value in saved(self.directory / "config.yaml").items()}
 
     @cached_property
     def opening(self) -> list[str]:
         """The first lines of the log: model, mesh, plan, memory."""
         path = self.directory / "console.log"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = read_bytes(path, MOST).decode(errors="replace").splitlines() if path.exists() else []
         starts = [i for i, line in enumerate(lines) if line.startswith("model   ")]
         return [*takewhile(lambda line: not line.startswith("run     "), lines[starts[-1] :])] if starts else []
 
@@ -103,44 +102,56 @@ class Run:
         return {key: value for key, value in self.last.items() if "_floor" in key}
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The whole page."""
+def page(runs: Sequence[Run]) -> Markup:
+    """The page. What is not written here in tags is escaped as it is put in: a run's files may hold anything."""
     title = " and ".join(run.name for run in runs)
     body = [*_head(runs, title), *_results(runs), *_charts(runs), *_pictures(runs), *_plans(runs), *_options(runs)]
-    text = "\n".join([*body, *_resumes(runs)])
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n'
-        f"<body>\n{text}\n</body></html>\n"
-    )
+    return Markup(
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{}</title>'
+        '<meta name="viewport" content="width=device-width"><style>{}</style></head>\n<body>\n{}\n</body></html>\n'
+    ).format(title, Markup(STYLE), Markup("\n").join([*body, *_resumes(runs)]))
 
 
-def _head(runs: Sequence[Run], title: str) -> Iterator[str]:
-    yield f"<h1>{escape(title)}</h1>"
+def _each(tags: str, values: Iterable[Any]) -> Markup:
+    """The tags, once for each value, which takes the place of {}."""
+    return Markup().join(Markup(tags).format(value) for value in values)
+
+
+def _day(seconds: Any) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    except (TypeError, ValueError, OverflowError, OSError):
+        return "at an unknown time"
+
+
+def _head(runs: Sequence[Run], title: str) -> Iterator[Markup]:
+    yield Markup("<h1>{}</h1>").format(title)
     for run in runs:
         steps, wanted = run.last.get("step", 0), run.options.get("train.steps", "?")
         spent = duration(run.last.get("elapsed", 0.0))
-        when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.last["time"])) if "time" in run.last else "never"
-        yield f"<p><b>{escape(run.name)}</b>: step {steps:g} of {escape(wanted)} after {spent}; last record {when}</p>"
+        when = _day(run.last["time"]) if "time" in run.last else "never"
+        text = Markup("<p><b>{}</b>: step {:g} of {} after {}; last record {}</p>")
+        yield text.format(run.name, steps, wanted, spent, when)
         if run.opening:
-            yield f"<pre>{escape(chr(10).join(run.opening))}</pre>"
+            yield Markup("<pre>{}</pre>").format("\n".join(run.opening))
 
 
-def _results(runs: Sequence[Run]) -> Iterator[str]:
+def _results(runs: Sequence[Run]) -> Iterator[Markup]:
     measures = list(dict.fromkeys(key for run in runs for key in run.last if key.startswith("val_")))
     measures.sort(key=lambda key: (key != "val_loss", key))
     if not measures:
         return
-    yield "<h2>On held-out data</h2><table><tr><th>measure</th><th></th>"
-    yield "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "<th>without a model</th></tr>"
+    yield Markup("<h2>On held-out data</h2><table><tr><th>measure</th><th></th>")
+    yield _each("<th>{}</th>", (run.name for run in runs)) + Markup("<th>without a model</th></tr>")
     floors: Mapping[str, float] = {key: value for run in runs for key, value in run.floors.items()}
     for key in measures:
-        own = {k: v for k, v in floors.items() if _judges(k, key)}
-        cells = "".join(f'<td class="n">{run.last[key]:.4g}</td>' if key in run.last else "<td></td>" for run in runs)
-        beside = "; ".join(f"{k.partition('_floor')[0]} {v:.4g}" for k, v in own.items())
+        levels = {k: v for k, v in floors.items() if _judges(k, key)}
+        cells = _each('<td class="n">{}</td>', (f"{run.last[key]:.4g}" if key in run.last else "" for run in runs))
+        beside = "; ".join(f"{k.partition('_floor')[0]} {v:.4g}" for k, v in levels.items())
         better = f"{'higher' if higher(key) else 'lower'} is better"
-        yield f'<tr><td>{escape(label(key))}</td><td class="soft">{better}</td>{cells}<td>{escape(beside)}</td></tr>'
-    yield "</table>"
+        row = Markup('<tr><td>{}</td><td class="soft">{}</td>{}<td>{}</td></tr>')
+        yield row.format(label(key), better, cells, beside)
+    yield Markup("</table>")
 
 
 def _judges(floor: str, key: str) -> bool:
@@ -149,8 +160,8 @@ def _judges(floor: str, key: str) -> bool:
     return (of.removeprefix("_") or "loss") == key.removeprefix("val_")
 
 
-def _charts(runs: Sequence[Run]) -> Iterator[str]:
-    yield '<h2>Curves</h2><div class="charts">'
+def _charts(runs: Sequence[Run]) -> Iterator[Markup]:
+    yield Markup('<h2>Curves</h2><div class="charts">')
     more = sorted({k for run in runs for k in run.last if k.startswith(("val_", "loss_"))} - SHOWN)
     marks = sorted({record["step"] for run in runs for record in run.resumes})
     for key, title, factor in (*CHARTS, *((key, "held-out " * key.startswith("val_") + label(key), 1) for key in more)):
@@ -158,65 +169,65 @@ def _charts(runs: Sequence[Run]) -> Iterator[str]:
         floors = {k: v for run in runs for k, v in run.floors.items() if _judges(k, key) and key.startswith("val_")}
         levels = [(k.replace("_", " "), v) for k, v in floors.items()]
         yield draw(Chart(title, curves, levels, marks))
-    yield "</div>"
+    yield Markup("</div>")
 
 
-def _pictures(runs: Sequence[Run]) -> Iterator[str]:
-    found = {run.name: sorted((run.directory / "samples").glob("step-*")) for run in runs}
-    if any(found.values()):
-        yield "<h2>Samples</h2>"
-    for name, paths in found.items():
-        for path in paths[-1:]:
-            kind = f"image/{path.suffix[1:]}"
-            data = base64.b64encode(path.read_bytes()).decode()
-            yield f"<p>{escape(name)}, {path.stem}</p>"
-            yield f'<img alt="samples of {path.stem}" src="data:{kind};base64,{data}">'
+def _image(path: Path, what: str, kind: str) -> Markup:
+    """A picture in the page itself. As an image it runs no script, also if it is an SVG that holds one."""
+    data = base64.b64encode(read_bytes(path, MOST)).decode()
+    return Markup('<img alt="{}" src="data:image/{};base64,{}">').format(what, kind, data)
 
 
-def _plans(runs: Sequence[Run]) -> Iterator[str]:
-    drawn: dict[str, list[str]] = {}
+def _pictures(runs: Sequence[Run]) -> Iterator[Markup]:
+    latest = {run.name: sorted((run.directory / "samples").glob("step-*"))[-1:] for run in runs}
+    if any(latest.values()):
+        yield Markup("<h2>Samples</h2>")
+    for name, paths in latest.items():
+        for path in paths:
+            yield Markup("<p>{}, {}</p>").format(name, path.stem)
+            yield _image(path, f"samples of {path.stem}", path.suffix[1:])
+
+
+def _plans(runs: Sequence[Run]) -> Iterator[Markup]:
+    drawn: dict[Markup, list[str]] = {}
     for run in runs:
         path = run.directory / "plan.svg"
         if path.exists():
-            drawn.setdefault(path.read_text(), []).append(run.name)
+            drawn.setdefault(_image(path, "plan", "svg+xml"), []).append(run.name)
     if drawn:
-        yield "<h2>Plan</h2>"
-    for svg, names in drawn.items():
-        yield f"<p>{escape(', '.join(names))}</p>{svg}"
+        yield Markup("<h2>Plan</h2>")
+    for image, names in drawn.items():
+        yield Markup("<p>{}</p>{}").format(", ".join(names), image)
 
 
-def _options(runs: Sequence[Run]) -> Iterator[str]:
+def _options(runs: Sequence[Run]) -> Iterator[Markup]:
     keys = list(dict.fromkeys(key for run in runs for key in run.options))
     differ = [key for key in keys if len({run.options.get(key) for run in runs}) > 1]
-    yield "<h2>Configuration</h2>"
-    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    row = Markup("<tr><td>{}</td>{}</tr>")
+    yield Markup("<h2>Configuration</h2>")
     if len(runs) > 1:
-        rows = (
-            f"<tr><td>{escape(key)}</td>"
-            + "".join(f"<td>{escape(run.options.get(key, 'absent'))}</td>" for run in runs) + "</tr>" for key in differ
-        )  # fmt: skip
-        yield f"<table><tr><th>where they differ</th>{heads}</tr>{''.join(rows)}</table>"
-    same = "".join(
-        f"<tr><td>{escape(key)}</td><td>{escape(runs[0].options[key])}</td></tr>"
-        for key in keys
-        if key not in differ and key in runs[0].options
-    )
-    yield f"<details{'' if len(runs) > 1 else ' open'}><summary>{'all else' if len(runs) > 1 else 'every option'}"
-    yield f"</summary><table>{same}</table></details>"
+        heads = _each("<th>{}</th>", (run.name for run in runs))
+        rows = (row.format(k, _each("<td>{}</td>", (run.options.get(k, "absent") for run in runs))) for k in differ)
+        table = Markup("<table><tr><th>where they differ</th>{}</tr>{}</table>")
+        yield table.format(heads, Markup().join(rows))
+    same = [key for key in keys if key not in differ and key in runs[0].options]
+    begin = Markup("<details><summary>all else" if len(runs) > 1 else "<details open><summary>every option")
+    rows = (row.format(key, _each("<td>{}</td>", [runs[0].options[key]])) for key in same)
+    yield begin + Markup("</summary><table>{}</table></details>").format(Markup().join(rows))
 
 
-def _resumes(runs: Sequence[Run]) -> Iterator[str]:
+def _resumes(runs: Sequence[Run]) -> Iterator[Markup]:
     rows = [(run, record) for run in runs for record in run.resumes]
     if not rows:
         return
-    heads = "".join(f"<th>{head}</th>" for head in ("run", "from step", "when", "ranks", "with another"))
-    yield f"<h2>Resumes</h2><table><tr>{heads}</tr>"
+    heads = _each("<th>{}</th>", ("run", "from step", "when", "ranks", "with another"))
+    yield Markup("<h2>Resumes</h2><table><tr>{}</tr>").format(heads)
     for run, record in rows:
-        when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(record.get("time", 0)))
-        changed = "<br>".join(escape(change) for change in record.get("changes", ())) or "nothing"
-        yield f"<tr><td>{escape(run.name)}</td><td>{record['step']}</td><td>{when}</td>"
-        yield f"<td>{record['resumed']}</td><td>{changed}</td></tr>"
-    yield "</table>"
+        changes = record.get("changes", ())
+        changed = Markup("<br>").join(changes if isinstance(changes, list) else ()) or "nothing"
+        cells = run.name, record["step"], _day(record.get("time")), record["resumed"], changed
+        yield Markup("<tr>{}</tr>").format(_each("<td>{}</td>", cells))
+    yield Markup("</table>")
 
 
 def write(directories: Sequence[Path], out: Path) -> Path:
@@ -224,7 +235,8 @@ def write(directories: Sequence[Path], out: Path) -> Path:
     for directory in directories:
         if not (directory / "metrics.jsonl").exists():
             raise UserError(f"{directory} holds no metrics.jsonl: expected the directory of a run")
-    out.write_text(page([Run(directory) for directory in directories]), encoding="utf-8")
+    text = user_error(page, [Run(directory) for directory in directories])  # a file that is none, as a FIFO
+    out.write_text(text, encoding="utf-8")
     return out
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from zoo.data.limits import read_json
 from zoo.training import UserError, one_line
-from zoo.training.config import Config, leaves, load, to_dict, to_yaml
+from zoo.training.config import Config, flattened, saved, to_dict, to_yaml
 from zoo.training.owner import Owner
 from zoo.training.records import append, cut_metrics, flush, read_metrics, write
 
@@ -64,12 +64,10 @@ def open_run(config: Config, owner: Owner) -> Path:
 
 def changes(directory: Path, config: Config) -> list[str]:
     """The differences to the configuration that the run in `directory` had, as 'key: before -> now'."""
-    try:
-        before = {key: value for key, value, _ in leaves(load([str(directory / "config.yaml")]))}
-    except UserError:  # it was written by another version
-        return []
-    now = [(key, value) for key, value, _ in leaves(config) if key not in ("resume", "runs_dir", "name")]
-    return [f"{key}: {before.get(key)} -> {value}" for key, value in now if before.get(key) != value]
+    before, now = saved(directory / "config.yaml"), flattened(to_dict(config))
+    keys = [key for key in {**before, **now} if key not in ("resume", "runs_dir", "name")]
+    pairs = [(key, before.get(key, "absent"), now.get(key, "absent")) for key in keys]
+    return [f"{key}: {was} -> {value}" for key, was, value in pairs if was != value]
 
 
 class Tracker:

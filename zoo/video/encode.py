@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from zoo.data.latents import Entry, Manifest, Writer, encoded, write_manifest
 from zoo.data.video_folder import VideoError, read
 from zoo.training import UserError, ranks, user_error
+from zoo.training.console import Console
 from zoo.training.loader import ahead
 from zoo.training.together import together
 from zoo.training.tracking import duration
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     try:
-        with ranks.process_group(collective=PATIENCE) as device:
+        with Console(), ranks.process_group(collective=PATIENCE) as device:
             return run(options, device)
     except Exception as error:
         return ranks.complain(error)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from zoo.data.shapes import NAMES, MovingShapes
 from zoo.pictures import save_mp4
-from zoo.training import command, user_error
+from zoo.training import user_error
+from zoo.training.console import command
 
 __all__ = ["write_clips"]
 

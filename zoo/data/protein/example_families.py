@@ -18,7 +18,8 @@ import numpy as np
 from zoo.data.protein.record import ATOMS
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.protein.write import write_alignment, write_structure
-from zoo.training import command, user_error
+from zoo.training import user_error
+from zoo.training.console import command
 
 __all__ = ["write_families"]
 
