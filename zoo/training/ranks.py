@@ -1,5 +1,6 @@
 """The steps that all ranks of a run take together: start, agree, stop."""
 
+import hashlib
 import logging
 import os
 import resource
@@ -11,6 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -53,6 +56,8 @@ def process_group(
         device, backend = _device()
         if not borrowed:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=collective)
+        if not borrowed:
+            agree_on_code(gathered(code()))
         if dist.get_rank() == 0:  # messages of the data sets
             zoo.addHandler(notes)
             zoo.setLevel(logging.INFO)
@@ -80,10 +85,15 @@ def training(
     """
     stop = StopSignal()
     with process_group(timeout, progress=stop) as device, stop:
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, (config, refused and str(refused)))
-        agree(*zip(*said))
+        agree(*zip(*gathered(({**config, **named_code(config)}, refused and str(refused)))))
         yield device, stop
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all ranks, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _device() -> tuple[torch.device, str]:
@@ -124,17 +134,54 @@ def agree(configs: Sequence[Mapping[str, Any]], errors: Sequence[str | None]) ->
     for rank, error in enumerate(errors):
         if error:
             raise UserError(f"rank {rank}: {error}" if rank else error)
-    mine = configs[0]
-    odd = [rank for rank, theirs in enumerate(configs) if theirs != mine]
-    if odd:
-        theirs = configs[odd[0]]
-        keys = sorted(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
-        named = ", ".join(f"{key}={theirs.get(key)} (rank 0: {mine.get(key)})" for key in keys[:5])
-        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+    if odd := different(configs):
         raise UserError(
-            f"the ranks were started with different configurations: {len(odd)} of {len(configs) - 1} others differ "
-            f"from rank 0, rank {odd[0]} in {named}{more}; start all with the same file and command line"
+            f"the ranks were started with different configurations: {odd}; start all with the same file "
+            "and command line"
         )
+
+
+def agree_on_code(codes: Sequence[Mapping[str, str]]) -> None:
+    """Raise a UserError if a rank runs other code than rank 0; given by rank."""
+    if odd := different(codes):
+        raise UserError(f"the ranks run different code: {odd}; give every host the same checkout and the same torch")
+
+
+def different(values: Sequence[Mapping[str, Any]]) -> str:
+    """The ranks whose values differ from those of rank 0, and the keys; '' if there are none."""
+    odd = [rank for rank, value in enumerate(values) if value != values[0]]
+    if not odd:
+        return ""
+    mine, theirs = values[0], values[odd[0]]
+    keys = sorted(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
+    named = ", ".join(f"{key}={theirs.get(key)} (rank 0: {mine.get(key)})" for key in keys[:5])
+    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+    return f"{len(odd)} of {len(values) - 1} others differ from rank 0, rank {odd[0]} in {named}{more}"
+
+
+def code() -> dict[str, str]:
+    """The code that this rank runs: torch's version, digests of dsp, of zoo and of the program."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    program = {Path(main).name: digest([Path(main)])} if main and Path(main).is_file() else {}
+    return {"torch": torch.__version__, **{name: digest([HOME / name]) for name in ("dsp", "zoo")}, **program}
+
+
+def named_code(config: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of the user's own packages that a configuration names; nothing is imported."""
+    parts = (str(config.get(key)) for key in ("model.name", "data.name", "task"))
+    tops = {name.partition(":")[0].partition(".")[0] for name in parts if ":" in name or "." in name}
+    specs = {top: PathFinder.find_spec(top, [*sys.path, os.getcwd()]) for top in sorted(tops)}
+    places = {top: spec.submodule_search_locations or [str(spec.origin)] for top, spec in specs.items() if spec}
+    return {f"code of {top}": digest([Path(place) for place in there]) for top, there in places.items()}
+
+
+def digest(places: Sequence[Path]) -> str:
+    """A digest of Python files, and of those in folders, with their names."""
+    found = hashlib.blake2b(digest_size=8)
+    for place in places:
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            found.update(f"{file.relative_to(place)}\0".encode() + hashlib.blake2b(file.read_bytes()).digest())
+    return found.hexdigest()
 
 
 def say(text: str) -> None:
