@@ -34,7 +34,7 @@ from zoo.training.comparison import compare
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Kept, Outcome
-from zoo.training.loader import batches, place
+from zoo.training.loader import batches, open_data, place
 from zoo.training.meter import Meter, log_line, named
 from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, overlap_in, without_weights
 from zoo.training.optim import (
@@ -107,7 +107,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
 
     # data: every rank makes its own shard of its group's samples
     task = cfg.create_task(config, mesh["sp"], device)
-    task.open()
+    open_data(task)
     show = cfg.create_show(task)
     show.ready()
     if (count := task.validation_samples) % (dp := replicate * shard):

@@ -1,15 +1,25 @@
 """Ranks of other code, of other files."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.support.clips import gif
+from tests.support.latent_folders import latent_folder
 from tests.support.paths import ROOT
 from tests.support.runs import TINY
+from zoo.data.file_records import BLOCK, BLOCKS, FileRecords
+from zoo.data.latent_folder import LatentFolder
+from zoo.data.latents import UNCONDITIONAL
+from zoo.data.protein.folder import ProteinFolder, read_protein
+from zoo.data.video_folder import VideoFolder
 from zoo.training import UserError, ranks
 
 
@@ -22,23 +32,30 @@ def checkout(tmp_path):
     return tmp_path
 
 
+def two_ranks(file, places, *overrides):
+    """The errors of two ranks, each started from the code and in the folder that `places` names for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(root / "train.py"), str(file), *overrides],
+            cwd=folder, text=True, stderr=subprocess.PIPE,
+            env=os.environ | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(root)},
+        )
+        for rank, (root, folder) in enumerate(places)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    return errors
+
+
 def test_a_rank_of_another_zoo_is_refused_at_sp_of_one_too(checkout, tmp_path):
     file = checkout / "zoo/training/optim.py"
     file.write_text(file.read_text().replace("def learning_rate(", "RATE = 1.01\n\n\ndef learning_rate("))
     (tmp_path / "tiny.yaml").write_text(TINY)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    arguments = ["tiny.yaml", "parallel.dp_shard=2", "parallel.sp=1", f"runs_dir={tmp_path / 'runs'}"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(root / "train.py"), *arguments], cwd=tmp_path, text=True, stderr=subprocess.PIPE,
-            env=os.environ | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(root)},
-        )
-        for rank, root in enumerate((ROOT, checkout))
-    ]  # fmt: skip
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], errors
+    mesh = ["parallel.dp_shard=2", "parallel.sp=1", f"runs_dir={tmp_path / 'runs'}"]
+    errors = two_ranks(tmp_path / "tiny.yaml", [(ROOT, tmp_path), (checkout, tmp_path)], *mesh)
     assert errors[0].startswith("error: the ranks run different code: 1 of 1 others differ from rank 0, rank 1 in zoo=")
     assert not (tmp_path / "runs").exists()
 
@@ -69,3 +86,94 @@ def test_the_digest_is_of_all_code_and_of_what_a_configuration_names(checkout, m
     ):
         ranks.agree_on_code([{"torch": "1"}, {"torch": "1"}, {"torch": "2"}])
     assert "user" not in sys.modules
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/cwd"), reason="a path that names another folder for each process")
+def test_ranks_that_read_other_files_of_the_same_names_are_refused(tmp_path):
+    for i in (0, 1):
+        for name, height in (("a", 8), ("b", 8 + 4 * i), ("c", 8)):
+            gif(tmp_path / f"host{i}/videos/{name}.gif", 6, height, 8)
+    (tmp_path / "tiny.yaml").write_text(re.sub("data: .*", "", TINY))
+    data = "data={name: video_folder, path: /proc/self/cwd/videos, frames: 5, height: 8, width: 8}"
+    places = [(ROOT, tmp_path / f"host{i}") for i in (0, 1)]
+    more = "model.overrides={in_channels: 3, num_classes: null}", "sample.guidance=1"
+    errors = two_ranks(tmp_path / "tiny.yaml", places, data, *more, f"runs_dir={tmp_path / 'runs'}")
+    said = r"error: the ranks read different files of the same names: on rank 1 \(.*\) /proc/self/cwd/videos/b.gif has "
+    assert re.match(said + r"[\d,]+ bytes with hash \w+, on rank 0 \(.*\) [\d,]+ bytes with hash \w+; copy", errors[0])
+    assert not (tmp_path / "runs").exists()
+
+
+LARGE = 3 * BLOCK * BLOCKS + 17
+
+
+def compare_on(mesh, root, names):
+    """The error of a rank whose files of these names are in a folder of its own."""
+    here = os.getcwd()
+    os.chdir(root / f"host{dist.get_rank()}")
+    try:
+        ranks.agree_on_files([FileRecords(map(Path, names[:2])), FileRecords(map(Path, names[2:]))])
+    except UserError as error:
+        return str(error)
+    finally:
+        os.chdir(here)
+    return ""
+
+
+def test_files_of_ranks_are_compared_by_size_and_content(whole_world, tmp_path):
+    """Of a large file by parts of it: a piece of another, or one that a copy has not filled yet, is found."""
+    for host in (0, 1):
+        folder = tmp_path / f"host{host}"
+        folder.mkdir()
+        for name in ("same", "empty", "byte", "size", "large"):
+            (folder / name).write_bytes(b"" if name == "empty" else b"x" * (LARGE if name == "large" else 100))
+    other = tmp_path / "host1"
+    (other / "byte").write_bytes(b"x" * 99 + b"y")
+    (other / "size").write_bytes(b"x" * 101)
+    (other / "large").write_bytes(b"x" * (LARGE * 2 // 3) + b"\0" * (LARGE - LARGE * 2 // 3))
+    (tmp_path / "host0/gone").touch()
+    assert whole_world(compare_on, 2, tmp_path, ["same", "empty", "same"]) == ["", ""]
+    for name in ("byte", "size", "large", "gone"):
+        errors = whole_world(compare_on, 2, tmp_path, ["same", "empty", name])
+        assert f"on rank 1 ({socket.gethostname()}) {name} has " in errors[0]
+        assert errors[0] == errors[1]
+    assert " and 2 more; copy" in whole_world(compare_on, 2, tmp_path, ["same", "byte", "size", "large"])[0]
+
+
+def video(folder):
+    gif(folder / "a.gif", 6, 8, 8)
+    data = VideoFolder(folder, frames=5, height=8, width=8)
+    return data, folder / "a.gif", lambda: data.clip(0, 0)
+
+
+def latents(folder):
+    data = LatentFolder(latent_folder(folder))
+    entry = data.clips[0][0]
+    return data, folder / entry.shard, lambda: data.latent(entry, range(1))
+
+
+def caption(folder):
+    data = LatentFolder(latent_folder(folder))
+    return data, folder / UNCONDITIONAL, data.latents.unconditional
+
+
+def alignment(folder):
+    folder.mkdir()
+    shutil.copy(ROOT / "tests/structures/1A8O.cif.gz", folder)
+    sequence = read_protein(folder / "1A8O.cif.gz", ()).sequence
+    (folder / "1A8O.a3m").write_text(f">1\n{sequence}\n")
+    data = ProteinFolder(folder)
+    data._read.clear()
+    return data, folder / "1A8O.a3m", lambda: data._read.clear() or data.protein(0)
+
+
+@pytest.mark.parametrize("kind", [video, latents, caption, alignment])
+def test_a_file_that_changes_during_a_run_is_named(tmp_path, kind):
+    data, path, read = kind(tmp_path / "data")
+    assert path in data.files.paths
+    data.files.take()
+    read()
+    os.utime(path, (0, 0))  # touched, and the same
+    read()
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ValueError, match=f"{path.name} has changed since the run began: it had [0-9,]+ bytes"):
+        read()

@@ -41,6 +41,7 @@ class LatentFolder:
                     f"{root}: {entry.name} in {entry.shard} has {entry.shape[0]} channels and {entry.tokens} tokens, "
                     f"where the manifest says {self.manifest.channels} and at most {self.manifest.text_length}"
                 )
+        self.files = self.latents.files
         self.caption(None)  # finds a damaged file now
         if repeated := sorted({str(bucket) for bucket in buckets if list(buckets).count(bucket) > 1}):
             raise LatentError(f"{', '.join(repeated)}: named twice among the buckets")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.data.file_records import FileRecords
 from zoo.data.limits import parse_json, read_bytes, read_json
 from zoo.data.progress import counted
 from zoo.data.sampling import frame_range
@@ -145,6 +146,8 @@ class Latents:
         self.folder = Path(folder)
         self.manifest, self.entries = read_manifest(self.folder), encoded(self.folder)
         self._open: dict[str, Any] = {}
+        shards = {self.folder / entry.shard for entry in self.entries}
+        self.files = FileRecords({self.folder / MANIFEST, self.folder / UNCONDITIONAL, *shards})
 
     def latent(self, entry: Entry, frames: range | slice | None = None) -> Tensor:
         """The latent [c, number of `frames`, h, w], float32; no other frames are read."""
@@ -165,6 +168,7 @@ class Latents:
         from safetensors.torch import load
 
         path = self.folder / UNCONDITIONAL
+        self.files.check(path)
         try:
             text = load(read_bytes(path, 1 << 30))["text"].float()
         except (SafetensorError, KeyError, ValueError, OSError) as error:
@@ -184,6 +188,7 @@ class Latents:
     def _shard(self, entry: Entry) -> Any:
         from safetensors import SafetensorError, safe_open
 
+        self.files.check(self.folder / entry.shard)
         if entry.shard not in self._open:
             try:
                 self._open[entry.shard] = safe_open(self.folder / entry.shard, "pt")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zoo.data.file_records import FileRecords
 from zoo.data.progress import counted
 from zoo.data.sampling import Clip, frame_range, generator, hash_seed
 
@@ -88,6 +89,7 @@ class VideoFolder:
         self.videos: list[Video] = []
         self.skipped: list[tuple[Path, str]] = []
         self._scan(verify)
+        self.files = FileRecords(video.path for video in self.videos)
 
     def __len__(self) -> int:
         return len(self.videos)
@@ -95,6 +97,7 @@ class VideoFolder:
     def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:
         """The clip of video `index` in epoch `epoch`; only the frames needed are decoded. The label is None."""
         video, (_, height, width) = self.videos[index], self.shape
+        self.files.check(video.path)
         name = video.path.relative_to(self.root).as_posix()
         u, top, left = torch.rand(3, generator=generator("video", self.seed, epoch, index, name)).tolist()
         if self.crop == "center":

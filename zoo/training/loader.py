@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from zoo.training import UserError
+from zoo.training.ranks import agree_on_files
 from zoo.training.task import Task
 
 
@@ -27,6 +28,12 @@ class Part(NamedTuple):
 
 class Failed(NamedTuple):
     message: str
+
+
+def open_data(task: Task) -> None:
+    """Open a task's data. A UserError on every rank if a file of it is not the same on all."""
+    task.open()
+    agree_on_files(task.files())
 
 
 def batches(

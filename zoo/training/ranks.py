@@ -5,11 +5,12 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.machinery import PathFinder
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from zoo.data.file_records import FileRecords
 from zoo.training import UserError
 from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen, own_code, speak, wait_for_port
 
@@ -145,6 +147,23 @@ def agree_on_code(codes: Sequence[Mapping[str, str]]) -> None:
     """Raise a UserError if a rank runs other code than rank 0; given by rank."""
     if odd := different(codes):
         raise UserError(f"the ranks run different code: {odd}; give every host the same checkout and the same torch")
+
+
+def agree_on_files(records: Iterable[FileRecords]) -> None:
+    """Raise a UserError on every rank if a file, by its size and content, is not the same on all; record the files."""
+    mine = {str(path): fact for each in records for path, fact in each.take().items()}
+    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).hexdigest()
+    if len({*gathered(digest)}) == 1:
+        return
+    first = on_first_rank(lambda: mine)
+    odd = [(path, fact, first.get(path)) for path, fact in mine.items() if fact != first.get(path)]
+    everyone = gathered((len(odd), socket.gethostname(), odd[:1]))
+    rank, (count, host, named) = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs[0])
+    (path, theirs, ours), more = named[0], f" and {count - 1} more" if count > 1 else ""
+    raise UserError(
+        f"the ranks read different files of the same names: on rank {rank} ({host}) {path} has {theirs}, on rank 0 "
+        f"({everyone[0][1]}) {ours}{more}; copy the data again, or put it on storage that all ranks share"
+    )
 
 
 def different(values: Sequence[Mapping[str, Any]]) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 import zoo
+from zoo.data.file_records import FileRecords
 from zoo.data.sampling import batch_indices
 from zoo.training import UserError, one_line, user_error
 from zoo.training.lora import adapt
@@ -198,6 +199,12 @@ class Task(ABC):
         for start in range(0, len(mine), self.config.train.batch):
             part = mine[start : start + self.config.train.batch]
             yield 0, len(part), self.samples([(0, i % len(self.validation)) for i in part], False)
+
+    def files(self) -> list[FileRecords]:
+        """The records of the files that the data sets read, those of a set's attribute `files`, if it has one."""
+        sets = (getattr(self, name, None) for name in ("train", "validation"))
+        records = (getattr(each, "files", None) for each in sets)
+        return [*{id(each): each for each in records if isinstance(each, FileRecords)}.values()]
 
     def describe(self) -> str:
         """One sample in words and numbers: '8 frames of 12 x 12'. By default nothing, ''."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from zoo.data.file_records import FileRecords
 from zoo.data.progress import counted
 from zoo.data.protein import alignment, structure
 from zoo.data.protein.alignment import Alignment, read_alignment
@@ -111,6 +112,9 @@ class Files:
     alignments: list[Path] = field(default_factory=list)
     templates: list[Path] = field(default_factory=list)
 
+    def paths(self) -> list[Path]:
+        return [self.structure, *self.alignments, *self.templates]
+
 
 class ProteinFolder:
     """The proteins under `root`, sorted by name, each with its first `templates` templates.
@@ -123,12 +127,13 @@ class ProteinFolder:
         self.root, self.templates = Path(root), templates
         if not self.root.is_dir():
             raise ValueError(f"no such folder: {self.root}")
-        self.files: dict[str, Files] = {}
+        self.proteins: dict[str, Files] = {}
         self.skipped: list[tuple[Path, str]] = []
         self._read: OrderedDict[str, Protein] = OrderedDict()
         self._aligned: OrderedDict[str, tuple[Template, ...]] = OrderedDict()
         self._scan()
-        self.names = list(self.files)
+        self.names = list(self.proteins)
+        self.files = FileRecords(path for one in self.proteins.values() for path in one.paths())
 
     def __len__(self) -> int:
         return len(self.names)
@@ -140,7 +145,9 @@ class ProteinFolder:
         """Protein `index`, read again unless it was used recently."""
         name = self.names[index]
         if name not in self._read:
-            of = self.files[name]
+            of = self.proteins[name]
+            for path in of.paths():
+                self.files.check(path)
             protein = read_protein(of.structure, of.alignments)
             if name not in self._aligned:  # reading and aligning templates takes longer than the rest
                 aligned = with_templates(protein, of.templates, None, self.templates)
@@ -205,15 +212,15 @@ class ProteinFolder:
             of.alignments, of.templates = (
                 [one for one in all_ if one not in bad] for all_ in (of.alignments, of.templates)
             )
-            self.files[name] = of
+            self.proteins[name] = of
             if len(self._read) < _KEPT:
                 self._read[name] = read
-        alone = sum(not of.alignments for of in self.files.values())
+        alone = sum(not of.alignments for of in self.proteins.values())
         log.info(
-            "%d proteins in %s, %d without an alignment, %d skipped", len(self.files), self.root, alone,
+            "%d proteins in %s, %d without an alignment, %d skipped", len(self.proteins), self.root, alone,
             len(self.skipped),
         )  # fmt: skip
-        if not self.files:
+        if not self.proteins:
             raise ValueError(
                 f"none of the {len(structures)} structures in {self.root} can be used; the first: {self.skipped[0][1]}"
             )
