@@ -120,7 +120,7 @@ def compare_on(mesh, root, names):
 
 
 def test_files_of_ranks_are_compared_by_size_and_content(whole_world, tmp_path):
-    """Of a large file by parts of it: a piece of another, or one that a copy has not filled yet, is found."""
+    """A large file, which is read in parts, is found if a copy of it has not been filled to its end."""
     for host in (0, 1):
         folder = tmp_path / f"host{host}"
         folder.mkdir()

@@ -64,7 +64,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _status(path: Path) -> tuple[int, int, int]:
-    """What changes with a file, as a rule: its number, its size, its time. Zeros if there is none."""
+    """The number, size and time of a file, which change with its content, as a rule; zeros if there is none."""
     try:
         found = path.stat()
     except OSError:
