@@ -3,12 +3,16 @@
 import itertools
 import json
 import math
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401 (here, so that ranks are forked with it)
@@ -208,6 +212,31 @@ def test_a_signal_to_one_rank_stops_all_with_a_status(run, trainer):
     assert [process.returncode for process in processes] == [trainer.STOPPED] * 2, out
     assert "stopped by a signal" in out[0][0]
     assert not out[0][1] + out[1][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_is_named_on_the_screen_and_in_the_log(run, monkeypatch, killed):
+    """The launcher ends the other ranks at once, and they still tell."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = "train.steps=100000", "eval.every=0", "sample.every=0", "checkpoint.every=2"
+    launcher = run.start(["-m", "dsp.launch", "--nproc-per-node", "2"], options)
+    directory, deadline = run.directory / "runs/tiny", time.time() + 240
+    while not [*directory.glob("checkpoints/step-000?????")]:
+        assert time.time() < deadline
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    owner = json.loads((directory / "owner.json").read_text())["pid"]
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(owner if killed == 0 else next(int(pid) for pid in children if int(pid) != owner), signal.SIGKILL)
+    error = launcher.communicate(timeout=60)[1]
+    step = max(int(path.name[5:]) for path in directory.glob("checkpoints/step-????????"))
+    assert launcher.returncode == 128 + signal.SIGKILL
+    named = rf"error: rank {killed} \(process \d+ on {socket.gethostname()}\) "
+    said, signalled = error.splitlines()
+    assert re.match(named + rf"is gone: .* step \d+.*; resume=true goes on from step {step}\. Of each rank: ", said)
+    assert re.fullmatch(named + "was ended by SIGKILL", signalled)
+    assert (directory / "console.log").read_text().splitlines()[-1] == said
 
 
 @pytest.mark.parametrize("how", [long("torchrun"), long("launcher"), long("bare")])

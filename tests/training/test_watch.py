@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+import struct
 import threading
 import time
 from collections import OrderedDict
@@ -119,6 +120,43 @@ def test_rank_0_gone_is_said_by_rank_1(start, capsys):
     assert re.fullmatch(r"error: rank 0 \(on host\) is gone: .*\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_killed_rank_and_the_step_to_go_on_from_are_in_the_log_too(start, capsys, tmp_path, gone):
+    """A launcher sends SIGTERM to the others as soon as one has died: that is not the reason."""
+    for name in ("step-00000010", "step-00000020", "step-00000030.incomplete"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    several = start(3)
+    for progress in several.progress:
+        progress.doing, progress.folder = "step 21", tmp_path / "flight/1"
+    time.sleep(0.3)
+    several.all[gone].closing.set()  # without a goodbye
+    several.all[gone].thread.join()
+    for end in [several.ends[0][1]] if gone else [pair[0] for pair in several.ends]:
+        end.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.1)
+    for progress in several.progress:
+        progress.stopped, progress.stopped_at = "SIGTERM", time.monotonic()
+    several.wait(*{0, 1, 2} - {gone})
+    said = capsys.readouterr().err.splitlines()[0]
+    assert re.match(rf"error: rank {gone} \(.*\) is gone: it was killed or it crashed. Last it was in step 21", said)
+    assert "; resume=true goes on from step 20" in said
+    log = tmp_path / "console.log"
+    assert (log.read_text() if log.exists() else "") == ("" if gone else f"{said}\n")  # rank 0 copies what it prints
+
+
+def test_ranks_on_a_host_without_ranks_0_and_1_name_the_lost_host(start, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    several = start(3)
+    time.sleep(0.1)
+    for each in several.all[:2]:  # both were on the host that is gone
+        each.closing.set()
+        each.thread.join()
+    for pair in several.ends:
+        pair[0].shutdown(socket.SHUT_RDWR)
+    several.wait(2)
+    assert re.match(r"error: rank 0 \(.*\) is gone: ", capsys.readouterr().err)
+
+
 def test_a_run_that_was_told_to_stop_says_so(start, capsys):
     both = start()
     time.sleep(0.1)
@@ -228,6 +266,13 @@ def test_the_start_may_take_its_time_and_steps_that_count_are_no_hang(start):
     assert both.ended == {}
 
 
+STRANGERS = (
+    '{"rank": 1, "name": "x"}',
+    '{"rank": [], "name": "x", "token": "key"}', '{"rank": true, "name": "x", "token": "key"}',
+    '{"rank": 1, "name": {}, "token": "key"}', '{"rank": 1, "name": "x", "token": "other"}',
+)  # fmt: skip
+
+
 def test_garbage_on_the_port_is_no_rank_and_who_is_missing_is_named():
     ports = []
 
@@ -240,17 +285,60 @@ def test_garbage_on_the_port_is_no_rank_and_who_is_missing_is_named():
             b"\x00\x00\x00\x02{}",
             b"\x00\x00\x00\x01[",
             b"[" * 10_000,
+            *(struct.pack("!i", len(hello)) + hello for hello in map(str.encode, STRANGERS)),
         ):
             with socket.create_connection(("localhost", ports[0])) as stranger, contextlib.suppress(OSError):
                 stranger.sendall(wrong)
         with contextlib.suppress(OSError):
-            joined.append(watch.connect(2, "localhost", ports[0]))
+            joined.append(watch.connect(2, "localhost", ports[0], "key", 3))
 
     joined = []
     thread = threading.Thread(target=others)
     thread.start()
     with pytest.raises(UserError, match=r"rank 1 of 3 did not connect within 4 s \(train.timeout\)"):
-        watch.listen(3, 4.0, ports.append)
+        watch.listen(3, 4.0, ports.append, "key")
+    thread.join()
+    for peer in joined:
+        peer.end.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "said"),
+    [
+        ({"world": 4}, r"rank 1 \(process \d+ on .*\) was started with WORLD_SIZE=4, rank 0 with 3: start all"),
+        ({"rank": 3}, r"rank 3 \(.*\) is not the only one of its RANK, there is a rank of 3: give each process"),
+        ({"rank": -1}, r"rank -1 \(.*\) is not the only one of its RANK"),
+    ],
+)
+def test_ranks_of_another_world_are_named_and_hear_of_it(hello, said):
+    ports, joined = [], []
+
+    def other():
+        while not ports:
+            time.sleep(0.01)
+        joined.append(watch.connect(hello.get("rank", 1), "localhost", ports[0], "key", hello.get("world", 3)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(UserError, match=said):
+        watch.listen(3, 20.0, ports.append, "key")
+    thread.join()
+    assert re.match("error: " + said, watch.received(joined[0].end)["fault"][0])
+    joined[0].end.close()
+
+
+def test_two_processes_of_one_rank_are_named():
+    ports, joined = [], []
+
+    def others():
+        while not ports:
+            time.sleep(0.01)
+        joined.extend(watch.connect(1, "localhost", ports[0]) for _ in range(2))
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    with pytest.raises(UserError, match=r"rank 1 \(.*\) is not the only one of its RANK, there is rank 1 \(process"):
+        watch.listen(3, 20.0, ports.append)
     thread.join()
     for peer in joined:
         peer.end.close()

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -11,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -86,7 +87,9 @@ def training(
     All ranks have to have the same `config`; `refused` is an error that this rank has already met.
     """
     stop = StopSignal()
-    with process_group(timeout, progress=stop) as device, stop:
+    # a signal's handler outlives the group: a launcher that has seen a rank die sends SIGTERM to those that tell of it
+    with ExitStack() as signals, process_group(timeout, progress=stop) as device:
+        signals.enter_context(stop)
         agree(*zip(*gathered(({**config, **named_code(config)}, refused and str(refused)))))
         yield device, stop
 
@@ -125,9 +128,11 @@ def _meet(rank: int, world: int, timeout: float, progress: Progress) -> tuple[di
     served = dist.TCPStore(host, port, None, serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
     store = dist.PrefixStore(f"attempt-{attempt}", served)
     if rank == 0:
-        peers = listen(world, timeout, lambda port: store.set("watch", str(port)))
+        token = secrets.token_hex(8)
+        peers = listen(world, timeout, lambda port: store.set("watch", f"{port} {token}"), token)
     else:
-        peers = [connect(rank, host, int(store.get("watch")))]
+        door, token = store.get("watch").decode().split()
+        peers = [connect(rank, host, int(door), token, world)]
     return store, Watch(rank, peers, timeout, progress)
 
 
@@ -321,7 +326,7 @@ class StopSignal(Progress):
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = signal.Signals(number).name
+        self.stopped, self.stopped_at = signal.Signals(number).name, time.monotonic()
 
     @property
     def requested(self) -> bool:

@@ -42,7 +42,8 @@ class Progress:
 
     count: int = 0
     doing: str = "the start"
-    stopped: str = ""  # the signal that asked this rank to stop
+    stopped: str = ""  # the signal that asked this rank to stop, and when
+    stopped_at: float = 0.0
     thread: int = field(default_factory=threading.get_ident)
     model: Any = None  # the model whose modules a flight record names
     folder: Path | None = None  # of the flight record
@@ -57,6 +58,19 @@ class Progress:
         own = [(name, line, code) for name, line, code in files if own_code(name) and "<" not in code]
         places = [f"{code} ({os.path.relpath(name, HOME)}:{line})" for name, line, code in own]
         return ", in ".join([self.doing, *places[:1]]), waits
+
+    @property
+    def run(self) -> Path | None:
+        """The directory of the run, once there is one."""
+        return self.folder and self.folder.parents[1]
+
+    def resumable(self) -> str:
+        """The checkpoint from which the run can go on, in words; '' before there is a run."""
+        if self.run is None:
+            return ""
+        names = [path.name.removeprefix("step-") for path in self.run.glob("checkpoints/step-*")]
+        steps = [int(name) for name in names if name.isdecimal()]
+        return f"; resume=true goes on from step {max(steps)}" if steps else "; there is no checkpoint yet"
 
 
 class Clock:
@@ -106,7 +120,7 @@ class Watch:
     ):
         self.rank, self.peers, self.timeout, self.progress, self.leave = rank, peers, timeout, progress, leave
         self.clock = Clock()
-        self.me = Peer(rank, None, f"process {os.getpid()}")
+        self.me = Peer(rank, None, own_name())
         for peer in (self.me, *peers):
             peer.heard = peer.moved = self.clock()
         self.fault: tuple[str, int, bool] | None = None  # the line that ends the run, exit status, whether it is a hang
@@ -152,9 +166,8 @@ class Watch:
 
     def _say(self, **message: Any) -> None:
         for peer in self.peers:
-            with suppress(OSError):  # the peer is gone, which reading notices, or stopped with a full buffer
-                if peer.end:
-                    peer.end.send_bytes(json.dumps(message).encode())
+            with suppress(OSError):  # which reading notices
+                send(peer, **message)
 
     def _end(self, line: str, status: int, hang: bool = False, *, heard: bool = False) -> None:
         """End the run with its first fault: print it and send it to the peers, unless it was `heard` from one."""
@@ -163,10 +176,17 @@ class Watch:
                 return
             self.fault = line, status, hang
         if not heard:
-            if self.rank <= 1 or self.mine.is_set():
+            if self.rank <= 1 or self.mine.is_set() or os.environ.get("LOCAL_RANK") == "0":  # rank 1's host may be gone
                 speak(line)
+                self._log(line)
             self._say(fault=self.fault)
         self.known.set()
+
+    def _log(self, line: str) -> None:
+        """Add a line to the run's log in the place of rank 0, which is gone."""
+        if self.rank and self.progress.run:
+            with suppress(OSError), (self.progress.run / "console.log").open("a") as log:
+                log.write(printable(line) + "\n")
 
     # ------------------------------------------------------------------------------------------------- in the thread
 
@@ -196,6 +216,8 @@ class Watch:
             peer.note(peer.heard, *message["beat"])
         elif "fault" in message:
             self._end(*message["fault"], heard=True)
+        elif "name" in message:
+            peer.name = message["name"]
         elif "error" in message:
             self._end(message["error"], message["status"])
         else:
@@ -219,13 +241,14 @@ class Watch:
     def _miss(self, peer: Peer) -> None:
         """End the run because a rank is gone, by itself or after a signal to stop."""
         last = f"Last it was in {peer.place}"
-        if self.progress.stopped:
+        stopped_before = self.ended[0] - (self.progress.stopped_at - self.clock.suspended) if self.ended else 0.0
+        if self.progress.stopped and stopped_before > GRACE:  # else a launcher sent the signal, as a rank had died
             told = f"the run was told to stop ({self.progress.stopped}), and {peer} ended before it had a checkpoint"
             late = (
                 "if that was 30 s after the signal, torchrun killed it; TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives "
                 "ranks longer"
             )
-            self._end(f"error: {told}: {late}. {last}", 1)
+            self._end(f"error: {told}: {late}. {last}{self.progress.resumable()}", 1)
         else:
             self._lose(f"{peer} is gone: it was killed or it crashed. {last}")
 
@@ -245,7 +268,7 @@ class Watch:
         """End the run because ranks are gone or hang; each rank writes a flight record."""
         folder = self.progress.folder
         where = f". Of each rank: python -m zoo.training.flight {folder}" if folder and self.progress.count else ""
-        self._end(f"error: {text}{where}", 1, bool(where))
+        self._end(f"error: {text}{self.progress.resumable()}{where}", 1, bool(where))
 
 
 def own_code(file: str) -> bool:
@@ -263,30 +286,55 @@ def speak(line: str) -> None:
 # ---------------------------------------------------------------------------------------------------- connecting ranks
 
 
-def listen(world: int, seconds: float, announce: Callable[[int], None]) -> list[Peer]:
-    """On rank 0, open a port, `announce` it, and wait for all others."""
+def listen(world: int, seconds: float, announce: Callable[[int], None], token: str = "") -> list[Peer]:
+    """On rank 0, open a port, `announce` it, and wait for all others; who does not know the token is not one."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.create_server(("", 0), family=family, backlog=world, dualstack_ipv6=family == socket.AF_INET6) as door:
         announce(door.getsockname()[1])
-        found: dict[int, Peer] = {}
+        peers: dict[int, Peer] = {}
         deadline = time.monotonic() + seconds
-        while missing := [rank for rank in range(1, world) if rank not in found]:
+        while missing := [rank for rank in range(1, world) if rank not in peers]:
             if not wait([door], deadline - time.monotonic()):
                 names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                 text = f"rank {names} of {world} did not connect within {seconds:g} s (train.timeout)"
                 raise UserError(text, alone=True)
             end = connection(door.accept()[0])
             hello = received(end)
-            if hello.keys() >= {"rank", "name"}:  # else it is not a rank
-                found[hello["rank"]] = Peer(hello["rank"], end, hello["name"])
-    return [found[rank] for rank in sorted(found)]
+            rank, name, theirs = (hello.get(key) for key in ("rank", "name", "world"))
+            if hello.get("token") != token or type(rank) is not int or type(name) is not str:
+                continue
+            peer = Peer(rank, end, name[:200])
+            wrong = ""
+            if theirs not in (None, world):
+                wrong = f"{peer} was started with WORLD_SIZE={theirs}, rank 0 with {world}: start all with the same"
+            elif rank in peers or not 0 < rank < world:
+                other = peers.get(rank, f"a rank of {world}")
+                wrong = f"{peer} is not the only one of its RANK, there is {other}: give each process its number"
+            if wrong:
+                for each in (*peers.values(), peer):
+                    with suppress(OSError):
+                        send(each, fault=(f"error: {wrong}", 2, False))
+                raise UserError(wrong)
+            send(peer, name=own_name())
+            peers[rank] = peer
+    return [peers[rank] for rank in sorted(peers)]
 
 
-def connect(rank: int, host: str, port: int) -> Peer:
+def connect(rank: int, host: str, port: int, token: str = "", world: int | None = None) -> Peer:
     """On any other rank, connect to rank 0."""
-    end = connection(socket.create_connection((host, port), timeout=10))
-    end.send_bytes(json.dumps({"rank": rank, "name": f"process {os.getpid()} on {socket.gethostname()}"}).encode())
-    return Peer(0, end, f"on {host}")
+    peer = Peer(0, connection(socket.create_connection((host, port), timeout=10)), f"on {host}")
+    send(peer, rank=rank, name=own_name(), token=token, world=world)
+    return peer
+
+
+def own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def send(peer: Peer, **message: Any) -> None:
+    """Send a message to a rank, if it is not this one. An OSError: the rank is gone, or stopped with a full buffer."""
+    if peer.end:
+        peer.end.send_bytes(json.dumps(message).encode())
 
 
 def connection(end: socket.socket) -> Connection:
