@@ -4,6 +4,7 @@ All that is printed passes here: characters that move a terminal's cursor, as a 
 """
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -57,7 +58,24 @@ class Both:
         begin = "\r" if text.startswith("\r") else ""  # of a line on progress
         text = begin + printable(text.removeprefix(begin))
         self.console.note(text)
-        return self.stream.write(text)
+        self._do(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self.stream.flush)
+
+    def _do(self, action: Callable[..., Any], *args: Any) -> None:
+        """Write to the stream. Its reader may go away, as a terminal, ssh or `| head` does: the run goes on."""
+        try:
+            action(*args)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                return  # a full disk: there may be space later
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self.stream.fileno())  # also for what Python flushes at its end
+                os.close(null)
+            self.console.note("(nobody reads what is printed any more: this log goes on)\n")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

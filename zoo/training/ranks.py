@@ -312,13 +312,14 @@ def peak_memory(device: torch.device) -> int:
 
 
 class StopSignal(Progress):
-    """SIGTERM and SIGINT ask a run to write a checkpoint and leave, at a place where all ranks can.
+    """SIGTERM, SIGINT and SIGHUP ask a run to write a checkpoint and leave, at a place where all ranks can.
 
     A signal may reach one rank alone, or all at different steps, so it counts once all ranks have been asked together.
     """
 
     def __enter__(self) -> "StopSignal":
-        self.previous = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        kinds = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+        self.previous = {s: signal.signal(s, self._handle) for s in kinds}  # nohup ignores SIGHUP
         return self
 
     def __exit__(self, *_: object) -> None:
