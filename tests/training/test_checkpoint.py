@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.support.slow import slow
 from zoo.training import UserError, checkpoint, verify
 from zoo.training.checkpoint import Contents
+from zoo.training.verify import Damaged, read_metadata
 
 IDENTITY = {"name": "toy", "config": {"hidden": 7, "patch": [1, 2]}}
 
@@ -400,3 +402,21 @@ def test_an_error_of_dcp_is_one_of_ours(run, monkeypatch):
     monkeypatch.setattr(checkpoint.dcp, "load", fails)
     with pytest.raises(UserError, match="no sound checkpoint is left"):
         checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY), report=lambda _: None)
+
+
+def test_a_fifo_in_the_place_of_a_checkpoints_metadata_blocks_nobody(tmp_path):
+    """One rank finds that it is not a file; the others must not wait for it."""
+    os.mkfifo(tmp_path / ".metadata")
+    errors = []
+
+    def read():
+        try:
+            read_metadata(tmp_path / ".metadata", set())
+        except Damaged as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert errors
+    assert "is not a regular file" in errors[0]

@@ -35,8 +35,7 @@ class Console:
     def keep(self, path: Path) -> None:
         """Append to this file what was printed, and what will be. A full disk does not end the run here."""
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644)  # a FIFO raises
-            self.file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
+            self.file = opened(path)
             self.note("".join(self.early or ()))
         self.early = None
 
@@ -79,6 +78,12 @@ class Both:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def opened(path: Path) -> TextIO:
+    """A log, to be appended to. OSError: it cannot be written, or it is a FIFO that nobody reads, which would block."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644)
+    return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
 
 
 def command(work: Callable[[], Iterable[Any]], line: str = "wrote {}") -> int:

@@ -4,7 +4,6 @@ init.weights=model.safetensors       what zoo.training.export wrote, or weights 
 init.weights=Latte-1/                a folder of such files, or one of diffusers, with its config.json
 """
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,6 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 import zoo
+from zoo.data.limits import read_json
 from zoo.reference import read_safetensors
 from zoo.training import UserError, user_error
 from zoo.training.lora import plain_name
@@ -71,15 +71,23 @@ def description(path: Path, model: Any) -> dict[str, Any]:
     ValueError: the config.json is of another model.
     """
     folder = path.parent if path.is_file() else path / "transformer" if (path / "transformer").is_dir() else path
-    if not (folder / "config.json").is_file():
+    found = _settings(folder / "config.json")
+    if not found:
         return {}
-    found = json.loads((folder / "config.json").read_text())
     if "zoo" in found:
         return dict(found["config"])
     convert = getattr(sys.modules[type(model).__module__], "diffusers_config", None)
     if convert is None or "_class_name" not in found:
         raise ValueError(f"{folder / 'config.json'} is not the configuration of a {type(model).__name__}")
     return asdict(convert(found))
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """The settings in a config.json; {} if there is none. ValueError: it is no JSON object, or not a file."""
+    settings = read_json(file, 1 << 20) if file.exists() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file}: expected a JSON object")
+    return settings
 
 
 def refuse_described(task: Task) -> None:
@@ -108,8 +116,7 @@ def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
 def refuse_other_prediction(config: Any) -> None:
     """Raise a UserError if the model of an export, of the same objective, predicts something else than configured."""
     path, ours = Path(config.init.weights), getattr(config.objective, "predicts", None)
-    file = (path.parent if path.is_file() else path) / "config.json"
-    objective = json.loads(file.read_text()).get("objective", {}) if file.is_file() else {}
+    objective = _settings((path.parent if path.is_file() else path) / "config.json").get("objective", {})
     theirs = objective.get("prediction")
     if ours and theirs and ours != theirs and objective["name"] == config.objective.name:
         raise UserError(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.training import UserError, flight, printable
+from zoo.training.console import opened
 
 BEAT = 1.0  # seconds between two signs of life
 GRACE = 0.5  # seconds from the end of a rank to its report: a signal to all ranks ends one before another
@@ -185,7 +186,7 @@ class Watch:
     def _log(self, line: str) -> None:
         """Add a line to the run's log in the place of rank 0, which is gone."""
         if self.rank and self.progress.run:
-            with suppress(OSError), (self.progress.run / "console.log").open("a") as log:
+            with suppress(OSError), opened(self.progress.run / "console.log") as log:
                 log.write(printable(line) + "\n")
 
     # ------------------------------------------------------------------------------------------------- in the thread
