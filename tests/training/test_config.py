@@ -200,7 +200,37 @@ def test_secrets_are_refused_and_not_echoed(load, text, argument):
     assert not re.search("hunter2|0123456789|abcdefghij", str(error.value))
 
 
+SECRETS = [
+    "sk-proj-" + "aB3_" * 10, "sk-ant-api03-" + "x7Y-" * 10, "github_pat_11" + "A0b1" * 10, "ghs_" + "a1B2" * 9,
+    "ghu_" + "a1B2" * 9, "glpat-" + "Zz9_" * 5, "xoxb-1234567890-" + "aB1" * 8, "AIza" + "Sy0-_" * 7,
+    "ASIA" + "A1B2" * 4,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc", "https://user:hunter2@host/x", "-----BEGIN RSA PRIVATE KEY-----",
+    "-----BEGIN PRIVATE KEY-----",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_forms_of_secrets_are_refused_in_files_and_in_arguments(load, secret):
+    for arguments in (
+        ("", f"wandb.entity={secret}"),
+        (f"wandb: {{entity: '{secret}'}}",),
+        (f"data: {{path: '{secret}'}}",),
+    ):
+        with pytest.raises(UserError, match="looks like a secret") as error:
+            load(*arguments)
+        assert secret not in str(error.value)
+
+
 def test_words_that_only_resemble_secrets_pass(load):
+    for name in (
+        "sk-5",
+        "risk_assessment_of_long_runs_2026",
+        "task-embedding-of-long-videos",
+        "hf-weights-of-the-long-run",
+        "a:b@c",
+    ):
+        assert load("", f"name={name}").name == name
+    assert load("", "init.weights=/data/hf-weights").init.weights == "/data/hf-weights"
     assert load("", "name=tokens-64k").name == "tokens-64k"
     assert load("model: {overrides: {tokens: 5}}").model.overrides == {"tokens": 5}
 

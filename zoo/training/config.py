@@ -344,7 +344,13 @@ def _suggest(wrong: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 _SECRET_KEY = re.compile(r"api_?key|secret|passw|credential|private_?key|access_?key|(^|[._])(auth_?)?token$", re.I)
-_SECRET_VALUE = re.compile(r"\b([0-9a-f]{40}|(sk|hf|ghp|gho|wandb_v1)[-_]\w{16,}|AKIA[0-9A-Z]{16})\b")
+_SECRET_VALUE = re.compile(
+    r"""\b[0-9a-f]{40}\b | \b(AKIA|ASIA)[0-9A-Z]{16}\b | \bAIza[\w-]{35}  # wandb, Amazon, Google
+    | \b(sk|hf|gh[opusr]|github_pat|wandb_v1)[-_]\w{16,} | \b(sk-proj|sk-ant|glpat|xox[a-z])-[\w-]{16,}
+    | \beyJ[\w-]{8,}\.eyJ[\w-]{8,}  # a JSON web token
+    | ://[^/\s:@]*:[^/\s@]+@ | -----BEGIN\ [A-Z\ ]*PRIVATE\ KEY  # a password in a URL, the header of a key""",
+    re.X,
+)
 
 
 def _refuse_secret(key: str, value: str, source: str) -> None:
