@@ -58,3 +58,70 @@ def test_memory_is_named_only_where_the_kernel_says_so(tmp_path, monkeypatch, ca
     monkeypatch.setattr(launch, "run", run)
     assert launch.main(["--nproc-per-node", "2", "script.py"]) == 137
     assert re.fullmatch(rf"error: rank 1 \(process 4711 on \S+\) was ended by SIGKILL{said}\n", capsys.readouterr().err)
+
+
+def failures(codes):
+    """The error of a job whose ranks ended with these codes, the first of them first."""
+    found = {}
+    for i, (rank, code) in enumerate(codes.items()):
+        found[rank] = ProcessFailure(rank, 100 + rank, code, "/nowhere")
+        found[rank].timestamp = i
+    return ChildFailedError("script", found)
+
+
+KILL, TERM = -signal.SIGKILL, -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("options", "ends", "sizes", "status", "said"),
+    [
+        ([], [{1: KILL}], [3], 137, ""),
+        (["--restarts", "2"], [{1: KILL, 0: 1, 2: TERM}, {}], [3, 3], 0, "restart 1 of 2: on 3 ranks"),
+        (
+            ["--restarts", "2", "--min-ranks", "1"],
+            [{1: KILL, 0: 1}, {0: KILL}, {}],
+            [3, 2, 1],
+            0,
+            "restart 2 of 2: on 1",
+        ),
+        (
+            ["--restarts", "2", "--min-ranks", "1"],
+            [{0: 1, 1: KILL, 2: 1}, {}],
+            [3, 2],
+            0,
+            "error: rank 1 (process 101 on",
+        ),
+        (
+            ["--restarts", "3", "--min-ranks", "2"],
+            [{1: KILL}, {0: KILL}],
+            [3, 2],
+            137,
+            "1 ranks are left, and --min-ranks",
+        ),
+        (["--restarts", "1", "--min-ranks", "1"], [{1: KILL, 2: KILL}, {}], [3, 1], 0, "on 1 ranks"),
+        (["--restarts", "1", "--min-ranks", "1"], [{0: 1}, {0: 1}], [3, 3], 1, "restart 1 of 1: on 3 ranks"),
+        (["--restarts", "3", "--min-ranks", "1"], [{0: 2, 1: KILL}], [3], 2, ""),
+        (["--restarts", "3", "--min-ranks", "1"], [{0: 75}], [3], 75, ""),
+    ],
+)
+def test_a_job_goes_on_with_the_ranks_that_are_left(monkeypatch, capsys, options, ends, sizes, status, said):
+    started = []
+
+    def run(args):
+        started.append(args)
+        if codes := ends[len(started) - 1]:
+            raise failures(codes)
+
+    monkeypatch.setattr(launch, "run", run)
+    assert launch.main(["--nproc-per-node", "3", *options, "train.py", "a.yaml"]) == status
+    assert [int(args.nproc_per_node) for args in started] == sizes
+    again = [args.training_script_args for args in started]
+    assert again == [["a.yaml"], *[["a.yaml", "resume=true"]] * (len(ends) - 1)]
+    assert said in capsys.readouterr().err
+    assert all(args.standalone for args in started)
+
+
+def test_restarts_are_for_one_node(capsys):
+    with pytest.raises(SystemExit):
+        launch.main(["--nnodes", "2", "--restarts", "1", "train.py"])
+    assert "torchrun has --nnodes MIN:MAX --max-restarts" in capsys.readouterr().err

@@ -239,6 +239,28 @@ def test_a_killed_rank_is_named_on_the_screen_and_in_the_log(run, monkeypatch, k
     assert (directory / "console.log").read_text().splitlines()[-1] == said
 
 
+@pytest.mark.slow
+def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_the_same_samples(run, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = "train.steps=12", "eval.every=0", "sample.every=0", "checkpoint.every=3"
+    whole = run("name=whole", *options)
+    launch = ["-m", "dsp.launch", "--nproc-per-node", "3", "--restarts", "1", "--min-ranks", "2"]
+    launcher = run.start(launch, ["name=less", *options])
+    directory, deadline = run.directory / "runs/less", time.time() + 240
+    while not [*directory.glob("checkpoints/step-????????")]:
+        assert time.time() < deadline
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    error = launcher.communicate(timeout=240)[1]
+    assert launcher.returncode == 0, error
+    assert "was ended by SIGKILL\nrestart 1 of 1: on 2 ranks, from the last checkpoint\n" in error
+    (resumed,) = [record for record in tracking.read_metrics(directory / "metrics.jsonl") if "resumed" in record]
+    assert (resumed["resumed"], resumed["changes"]) == (2, [])
+    alike(whole, directory, keys=(("loss", "grad_norm", "lr"),))
+
+
 @pytest.mark.parametrize("how", [long("torchrun"), long("launcher"), long("bare")])
 def test_an_error_of_all_ranks_is_said_once(run, monkeypatch, how):
     """Our launcher adds nothing, and the exit status is the rank's; ranks alone leave together, and one speaks."""
