@@ -118,18 +118,18 @@ def stage_offers(record: Record, node: Node) -> Iterator[Offer]:
                 t.base.allow(cut)
         along = option.lands
         gives = tuple(None if along is None else cut_for(p, r.shape, along, sizes) for r, p, sizes in results)
-        yield stage_offer(option, gives, sum_bytes(record, option, results))
+        yield stage_offer(stage, option, gives, sum_bytes(record, option, results))
 
 
-def stage_offer(option: Option, gives: tuple[Layout, ...], nbytes: int = 0) -> Offer:
-    calls = int(option.onto is not None)
-    return Offer(option.cuts, gives, (), nbytes, calls, option.last_resort, option=option)
+def stage_offer(stage: Stage, option: Option, gives: tuple[Layout, ...], nbytes: int = 0) -> Offer:
+    calls, local = int(option.onto is not None), None if stage.local is None else stage.local(stage, option)
+    return Offer(option.cuts, gives, (), nbytes, calls, option.last_resort, local, option)
 
 
 def unrecorded_offers(node: Node) -> list[Offer]:
     """The offers of a stage whose results nobody knows yet."""
     assert isinstance(node.call, BoundStage)
-    return [stage_offer(option, ()) for option in node.call.options]
+    return [stage_offer(node.call.stage, option, ()) for option in node.call.options]
 
 
 def sum_bytes(record: Record, option: Option, results: list[tuple[Ref, TensorPattern, dict[str, int]]]) -> int:
