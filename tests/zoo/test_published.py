@@ -26,7 +26,7 @@ from tests.support.refusals import refused
 from tests.support.slow import long, slow
 from zoo.training import UserError
 from zoo.video.codec import TextEncoder
-from zoo.video.stdit import open_sora_names
+from zoo.video.stdit_weights import open_sora_names
 from zoo.video.tiny_encoders import PIPELINES, save_pipeline
 
 diffusers = pytest.importorskip("diffusers")
@@ -171,7 +171,7 @@ def open_sora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state["x_embedder.proj.weight"] = state["x_embedder.proj.weight"].reshape(-1, 4, 1, 2, 2)
     (folder / "transformer").mkdir()
     save_file(state, folder / "transformer" / "model.safetensors")
-    (folder / "transformer" / "config.json").write_text(json.dumps({"model_type": "STDiT3"}))
+    (folder / "transformer" / "config.json").write_text(json.dumps({"model_type": "STDiT3", "input_sq_size": 256}))
     return folder
 
 
@@ -182,7 +182,7 @@ def test_open_sora_is_sampled_as_it_samples(open_sora: Path) -> None:
     )  # fmt: skip
     (text,) = TextEncoder.load(open_sora).encode(["a boat"])
     state = load_file(open_sora / "transformer/model.safetensors")
-    model = zoo.from_reference("stdit", state)
+    model = zoo.from_reference("stdit", state, input_sq_size=256)
     z = torch.randn(1, 4, 5, 8, 12, generator=torch.Generator().manual_seed(7))
     told = {name: torch.tensor([value]) for name, value in (("height", 32.0), ("width", 48.0), ("fps", 12.0))}
     ratio = (5 * 8 * 12 / 4096) ** 0.5

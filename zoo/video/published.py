@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.reference import read_safetensors
-from zoo.video import latte, stdit, wan
+from zoo.video import latte_weights, stdit, stdit_weights, wan_weights
 from zoo.video.codec import Autoencoder, TextEncoder
 from zoo.video.diffusion import OnStep, ddim, euler, flow_sign, shift_at
 from zoo.video.pretrained import CodecError, configuration, from_pretrained, image_processor, library
@@ -368,11 +368,13 @@ def _transformer(
     try:
         with torch.device("meta"):
             if name.startswith("Latte"):
-                model: nn.Module = latte.Latte.from_diffusers(state, folder / "config.json")
+                model: nn.Module = latte_weights.from_diffusers(state, folder / "config.json")
             elif name.startswith("Wan"):
-                model = wan.from_diffusers(state, _json(folder / "config.json"), index.get("expand_timesteps"))
+                model = wan_weights.from_diffusers(state, _json(folder / "config.json"), index.get("expand_timesteps"))
             else:
-                model = stdit.from_reference(state)
+                config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
+                sides = {key: config[key] for key in ("input_sq_size",) if key in config}  # shapes do not tell it
+                model = stdit_weights.from_reference(state, **sides)
     except (ValueError, KeyError, TypeError) as error:
         what = f"config.json: {error!r}" if isinstance(error, KeyError | TypeError) else error
         raise CodecError(f"{folder}: {what}") from error
