@@ -139,12 +139,12 @@ class Runner:
         with forked(self.axis) if node.draws and sharded(offer) else nullcontext():
             out = (local or call)(*args, **kwargs)
         results = [plain(t) for t in tensors_in(out)]
-        if offer.calls:  # a sum over ranks
+        if offer.option.onto:  # type: ignore[union-attr]  # a sum over ranks
             sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
             results = [torch.ops.dsp.reduce_scatter(t, c.dim, self.axis.group) for t, c in zip(sums, offer.gives)]  # type: ignore[union-attr]
         if len(node.results) < len(results):
             offer = self.add_stage_results(stage, node, results, held)
-        if not held and not offer.calls:
+        if not held and not offer.option.onto:  # type: ignore[union-attr]
             results = [t.narrow(cut.dim, 0, 0) for t, cut in zip(results, offer.gives)]  # type: ignore[union-attr]
         for t, r, cut in zip(results, node.results, offer.gives):
             expected = r.shape if cut is None else self.axis.local_shape(r.shape, cut)

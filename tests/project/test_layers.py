@@ -25,10 +25,10 @@ ROOMS = {
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
-    "core": """meter skeleton record carrier keys watch copies offers checkpoints inputs stage_calls recording run hooks
-        placement decide parallel""",
+    "core": """meter skeleton record backward carrier keys watch copies offers checkpoints inputs stage_calls recording
+        run hooks placement decide parallel""",
     "glue": "traffic local sources offers",
-    "report": "picture hidden table",
+    "report": "traffic picture hidden table",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid place core ulysses low_rank ring tensor method timing",
