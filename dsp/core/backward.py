@@ -1,4 +1,4 @@
-"""The facts of a recorded forward that its backward depends on: which tensors get a gradient, where checkpoints stop."""
+"""Facts of a recorded forward for its backward: which tensors get a gradient, and where checkpoints stop."""
 
 from __future__ import annotations
 
