@@ -74,7 +74,7 @@ class Copy:
             copy.grad, copy = True, copy.source
 
 
-class Switch(NamedTuple):
+class NewCopy(NamedTuple):
     node: Node
     base: Base
     src: Layout
@@ -96,7 +96,7 @@ class Walk:
         self.record, self.phase, self.n = record, phase, record.n
         self.cuts, self.copies = cuts, copies
         self.transfers: list[Transfer] = []
-        self.groups: list[list[Switch]] = []
+        self.groups: list[list[NewCopy]] = []
         self.inner: list[tuple[Node, InnerCollective]] = []
 
     def start(self, ref: Ref, cut: Layout) -> Copy:
@@ -136,7 +136,7 @@ class Walk:
 
     def bring(self, node: Node, offer: Offer) -> None:
         """Make the copies that a node needs."""
-        waiting: list[Switch] = []
+        waiting: list[NewCopy] = []
         bases = node.bases
         for base, src, dst in node.moves:
             if base in bases:
@@ -152,7 +152,7 @@ class Walk:
                 here.mark()
 
     def want(
-        self, node: Node, waiting: list[Switch], base: Base, dst: Layout, planned: tuple[Layout, ...] = ()
+        self, node: Node, waiting: list[NewCopy], base: Base, dst: Layout, planned: tuple[Layout, ...] = ()
     ) -> None:
         """Make a copy, or note the switch that makes it."""
         copies = self.copies[base]
@@ -168,14 +168,14 @@ class Walk:
             copies[dst] = Copy(dst, copies[src])
         elif dst is None:
             copies[None] = Copy(None, copies[src])
-            self.move([Switch(node, base, src, None, copies[None])])
+            self.move([NewCopy(node, base, src, None, copies[None])])
         elif separable(base.ref.shape, src, dst, self.n):
-            waiting.append(Switch(node, base, src, dst, Copy(dst, copies[src])))
+            waiting.append(NewCopy(node, base, src, dst, Copy(dst, copies[src])))
         else:
             self.want(node, waiting, base, None, (src,))
             self.want(node, waiting, base, dst, (None,))
 
-    def switch(self, waiting: list[Switch]) -> None:
+    def switch(self, waiting: list[NewCopy]) -> None:
         for s in waiting:
             self.copies[s.base][s.dst] = s.copy
         self.move([*waiting])
@@ -189,16 +189,16 @@ class Walk:
             copy = self.start(ref, cut if cut is None else dst)
             copy.grad = k < len(node.result_grads) and node.result_grads[k]
             if cut is not None and dst != cut:
-                moving.append(Switch(node, ref.base, cut, dst, copy))
+                moving.append(NewCopy(node, ref.base, cut, dst, copy))
         self.move(moving)
 
-    def move(self, switches: list[Switch]) -> None:
+    def move(self, switches: list[NewCopy]) -> None:
         """Move copies at one place: small ones share a call."""
         if switches:
             self.groups.append(switches)
             self.transfers += self.moved(self.phase, switches)
 
-    def moved(self, phase: str, switches: Sequence[Switch]) -> Iterator[Transfer]:
+    def moved(self, phase: str, switches: Sequence[NewCopy]) -> Iterator[Transfer]:
         """The transfers of moves at one place; in backward, of those whose copies get a gradient."""
         shared = False
         for node, base, src, dst, copy in switches:
