@@ -107,7 +107,7 @@ class Walk:
 
     def visit(self, node: Node, ends: bool = True) -> None:
         """Walk past a node; if not to its end, past what it does before it saves anything."""
-        if node.identity:
+        if node.identity or node.kind == "plain":
             return
         offer = self.offer(node)
         self.bring(node, offer)
