@@ -555,7 +555,7 @@ def test_latte_is_read_from_a_folder_of_diffusers(tmp_path):
     assert out.std() > 0.1
     assert torch.equal(out, again(**given))
     (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
-    refused(r"holds no \.safetensors", from_diffusers, tmp_path)
+    refused(r"has no diffusion_pytorch_model\.safetensors", from_diffusers, tmp_path)
 
 
 def test_an_empty_caption_is_a_text_of_nothing():

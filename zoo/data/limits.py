@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = ["parse_json", "read_bytes", "read_json"]
+__all__ = ["parse_json", "read_bytes", "read_json", "read_table"]
 
 SHORT = 1 << 16  # bytes; a text up to this size may have any content
 
@@ -48,3 +48,14 @@ def parse_json(text: str | bytes, each: int = 8) -> Any:
 def read_json(path: Path, most: int, each: int = 8) -> Any:
     """The value of a JSON file of at most `most` bytes. A ValueError or an OSError."""
     return parse_json(read_bytes(path, most), each)
+
+
+def read_table(path: Path, most: int, each: int = 8) -> dict[str, Any]:
+    """The value of a JSON file that is an object. A ValueError, which names the file, or an OSError."""
+    try:
+        value = read_json(path, most, each)
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: damaged: a table of settings is expected, not a {type(value).__name__}")
+    return value

@@ -74,7 +74,10 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
         convert = getattr(zoo.registry.weights_module(name), "to_diffusers", None)
         if convert is None:
             raise UserError(f"diffusers has no model for {type(model).__name__}: export it with --layout safetensors")
-        user_error(convert, model, frames, prefix="export: ").save_pretrained(out, safe_serialization=True)
+        module = user_error(convert, model, frames, prefix="export: ")
+        # of an earlier export in shards: it would be read, and not the new file
+        (out / "diffusion_pytorch_model.safetensors.index.json").unlink(missing_ok=True)
+        module.save_pretrained(out, safe_serialization=True)
         return _shared(sorted(file for file in out.iterdir() if file.is_file()))
     try:
         from safetensors.torch import save_file

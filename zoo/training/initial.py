@@ -1,7 +1,7 @@
 """The weights that a run begins with: drawn, or those of a file.
 
 init.weights=model.safetensors       what zoo.training.export wrote, or weights under their publisher's names
-init.weights=Latte-1/                a folder of such files, or one of diffusers, with its config.json
+init.weights=Latte-1/                a folder of such a file, or one of diffusers, with its config.json
 """
 
 import json

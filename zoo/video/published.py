@@ -15,7 +15,6 @@ Letters: n clips, c latent channels, t frames, h w height and width in latent ce
 
 import html
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,15 @@ from zoo.reference import read_safetensors
 from zoo.video import latte_weights, stdit, stdit_weights, wan_weights
 from zoo.video.codec import Autoencoder, TextEncoder
 from zoo.video.diffusion import OnStep, ddim, euler, flow_sign, shift_at
-from zoo.video.pretrained import CodecError, configuration, from_pretrained, image_processor, library
+from zoo.video.pretrained import (
+    CodecError,
+    configuration,
+    from_pretrained,
+    image_processor,
+    library,
+    settings_of,
+    variant_of,
+)
 
 __all__ = ["Prompt", "Published", "family_of", "read", "scheduler"]
 
@@ -68,6 +75,7 @@ class Published:
     scheduler: Any = None  # None: the source has its own sampler
     boundary: float = 0.0  # the noise level below which the second model takes over
     null: Tensor | None = None  # (l e): the embedding of the null caption, if the weights have one
+    variant: str | None = None  # of the weights, such as fp16, in the parts that have it
 
     length = 512  # most tokens of a caption
     size = (81, 480, 832)
@@ -197,7 +205,8 @@ class Wan(Published):
         if not settings.is_file():
             raise CodecError(f"no such file: {settings}, which a pipeline from an image has; download that folder, too")
         transformers = library("transformers")
-        encoder = from_pretrained(transformers.CLIPVisionModel, folder).eval()
+        variant = variant_of(folder, "model", self.variant)
+        encoder = from_pretrained(transformers.CLIPVisionModel, folder, variant=variant).eval()
         processor = image_processor(transformers).from_pretrained(str(settings.parent), local_files_only=True)
         picture = Image.fromarray(((image + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
         given = processor(images=picture, return_tensors="pt")
@@ -315,25 +324,31 @@ def _guided(
 
 
 def read(
-    folder: Path, *, dtype: torch.dtype | None = None, sampler: str | None = None, shift: float | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    sampler: str | None = None,
+    shift: float | None = None,
+    variant: str | None = None,
 ) -> Published:
     """The transformers of a folder on the CPU, in `dtype` (None: the family's published type).
 
-    sampler: the class of another scheduler of diffusers, built with the folder's settings; shift: of its noise levels.
+    sampler: the class of another scheduler of diffusers, built with the folder's settings; shift: of its noise levels;
+    variant: of the weights, as fp16 in diffusion_pytorch_model.fp16.safetensors.
     A CodecError names a missing or damaged file, or an unknown family.
     """
     folder = Path(folder)
     family, name = family_of(folder)
-    index = _json(folder / "model_index.json") if (folder / "model_index.json").is_file() else {}
+    index = settings_of(folder / "model_index.json") if (folder / "model_index.json").is_file() else {}
     dtype = dtype or family.dtype
     parts = [part for part in ("transformer", "transformer_2") if (folder / part).is_dir()]
-    built = [_transformer(folder / part, name, dtype, index) for part in parts]
+    built = [_transformer(folder / part, name, dtype, index, variant) for part in parts]
     boundary = float(index.get("boundary_ratio") or 0.0)
     if len(built) > 1 and not 0 < boundary < 1:
         raise CodecError(f"{folder} has two transformers, but model_index.json has no boundary_ratio to choose by")
     own = family is STDiT and not sampler and not (folder / "scheduler").is_dir()
     chosen = None if own else scheduler(folder, sampler, shift)
-    return family(folder, [model for model, _ in built], chosen, boundary, built[0][1])
+    return family(folder, [model for model, _ in built], chosen, boundary, built[0][1], variant)
 
 
 def family_of(folder: Path) -> tuple[type[Published], str]:
@@ -341,7 +356,7 @@ def family_of(folder: Path) -> tuple[type[Published], str]:
     file = folder / "transformer" / "config.json"
     if not file.parent.is_dir():
         raise CodecError(f"{folder} is not the folder of a pipeline: there is no transformer/ in it")
-    config = _json(file) if file.is_file() else {}
+    config = settings_of(file) if file.is_file() else {}
     name = str(config.get("_class_name") or config.get("model_type") or "STDiT")
     family = next((found for key, found in FAMILIES.items() if name.startswith(key)), None)
     if family is None:
@@ -357,11 +372,11 @@ FAMILIES: dict[str, type[Published]] = {
 
 
 def _transformer(
-    folder: Path, name: str, dtype: torch.dtype, index: Mapping[str, Any]
+    folder: Path, name: str, dtype: torch.dtype, index: Mapping[str, Any], variant: str | None
 ) -> tuple[nn.Module, Tensor | None]:
     """The model, and the null caption of its weights, if any."""
     try:
-        state = read_safetensors(folder)
+        state = read_safetensors(folder, variant)
     except Exception as error:  # safetensors raises several kinds
         raise CodecError(f"{folder}: not readable as safetensors: {error}") from None
     state = {name: value.to(dtype) for name, value in state.items()}
@@ -370,9 +385,10 @@ def _transformer(
             if name.startswith("Latte"):
                 model: nn.Module = latte_weights.from_diffusers(state, folder / "config.json")
             elif name.startswith("Wan"):
-                model = wan_weights.from_diffusers(state, _json(folder / "config.json"), index.get("expand_timesteps"))
+                told = settings_of(folder / "config.json")
+                model = wan_weights.from_diffusers(state, told, index.get("expand_timesteps"))
             else:
-                config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
+                config = settings_of(folder / "config.json") if (folder / "config.json").is_file() else {}
                 sides = {key: config[key] for key in ("input_sq_size",) if key in config}  # shapes do not tell it
                 model = stdit_weights.from_reference(state, **sides)
     except (ValueError, KeyError, TypeError) as error:
@@ -384,7 +400,7 @@ def _transformer(
 def scheduler(folder: Path, name: str | None = None, shift: float | None = None) -> Any:
     """diffusers' scheduler of a folder's scheduler_config.json; `name`: another class, with the same settings."""
     file = folder / "scheduler" / "scheduler_config.json"
-    settings = _json(file) if file.is_file() else {}
+    settings = settings_of(file) if file.is_file() else {}
     wanted = name or settings.get("_class_name")
     diffusers = library("diffusers")
     kind = getattr(diffusers, str(wanted), None)
@@ -402,16 +418,6 @@ def scheduler(folder: Path, name: str | None = None, shift: float | None = None)
     if made.config.get("use_dynamic_shifting"):
         raise CodecError(f"{file}: use_dynamic_shifting is not supported")
     return made
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("not a table of settings")
-    except (OSError, ValueError) as error:
-        raise CodecError(f"{file}: damaged: {error}") from None
-    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- text
