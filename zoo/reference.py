@@ -5,19 +5,23 @@ model and fills it with ``load``. What shapes do not determine, such as the numb
 size with these shapes, or from ``overrides``.
 """
 
+import functools
 import logging
 import re
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from zoo.data.limits import read_table
+from zoo.files import fits, read_table, regular
 
 log = logging.getLogger(__name__)
 
 Names = Callable[[str], str | list[str]]
+Settings = TypeVar("Settings")
 
 
 @torch.no_grad()
@@ -62,6 +66,33 @@ def give(model: nn.Module, theirs: nn.Module, names: Names) -> None:
     theirs.load_state_dict(state)
 
 
+def described(
+    kind: str,
+) -> Callable[[Callable[[Mapping[str, Any]], Settings]], Callable[[Mapping[str, Any]], Settings]]:
+    """Decorate the reading of the config of `kind`, a model of another library, into a Config.
+
+    What the config lacks or has of another type becomes a ValueError.
+    """
+
+    def decorate(read: Callable[..., Settings]) -> Callable[..., Settings]:
+        @functools.wraps(read)
+        def checked(config: Mapping[str, Any]) -> Settings:
+            try:
+                settings = read(config)
+            except KeyError as error:
+                raise ValueError(f"the config.json of a {kind} has no {error}") from None
+            except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+                raise ValueError(f"the config.json of a {kind} has a value of another type: {error}") from None
+            for name, hint in typing.get_type_hints(type(settings)).items():
+                if not fits(value := getattr(settings, name), hint):
+                    raise ValueError(f"the config.json of a {kind} has a value of another type: {name} is {value!r}")
+            return settings
+
+        return checked
+
+    return decorate
+
+
 def count(state: Mapping[str, Tensor], pattern: str) -> int:
     """The number of layers in a state dict: ``count(state, "blocks.{}.")`` counts the numbers in the braces' place."""
     before, after = pattern.split("{}")
@@ -79,10 +110,10 @@ def read_safetensors(path: str | Path, variant: str | None = None) -> dict[str, 
     path = Path(path)
     first, *_ = weight_files(path, variant) if path.is_dir() else [path]
     if first.suffix != ".json":
-        return load_file(first)
+        return load_file(regular(first))
     file_of, state = _index(first), dict[str, Tensor]()
     for name in sorted(set(file_of.values())):
-        shard = load_file(first.with_name(name))
+        shard = load_file(regular(first.with_name(name)))
         keys = [key for key, file in file_of.items() if file == name]
         if absent := [key for key in keys if key not in shard]:
             raise ValueError(f"{first} places {absent[0]} in {name}, which lacks it: is the file of another copy?")
@@ -105,7 +136,7 @@ def weight_files(folder: Path, variant: str | None = None, stems: Sequence[str] 
     tag = f".{variant}" if variant else ""
     safetensors = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     config = folder / "config.json"
-    diffusers = config.is_file() and "_class_name" in read_table(config, _MOST)
+    diffusers = config.is_file() and "_class_name" in read_table(config)
     candidates = [
         folder / pattern.format(stem=stem, variant=tag)
         for stem in stems or sorted(STEMS, reverse=not diffusers)
@@ -130,14 +161,13 @@ def weight_files(folder: Path, variant: str | None = None, stems: Sequence[str] 
     return files
 
 
-_MOST = 64 << 20  # bytes of a JSON file beside weights
 _PART = re.compile(rf"({'|'.join(STEMS)})\..+\.|.*-\d+-of-(?!0*1\b)\d+")  # a variant, or one shard of several
 
 
 def _index(path: Path) -> dict[str, str]:
     """The file of each tensor by an index of shards, which lie beside it."""
     try:
-        file_of = read_table(path, _MOST)["weight_map"]
+        file_of = read_table(path)["weight_map"]
         names = sorted(set(file_of.values()))
         absent = [name for name in names if Path(name).name != name or not path.with_name(name).is_file()]
     except (ValueError, KeyError, AttributeError, TypeError) as error:

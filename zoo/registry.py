@@ -9,7 +9,6 @@ published under other names. Modules are imported at their first use. A model fr
 import difflib
 import importlib
 import importlib.util
-import json
 import sys
 import types
 import typing
@@ -22,8 +21,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.contract import check
+from zoo.files import fits, read_table
 from zoo.outside import outside
-from zoo.reference import read_safetensors
+from zoo.reference import load, read_safetensors
 
 MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
@@ -67,7 +67,7 @@ def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
     for key, value in overrides.items():
         if key not in names:
             raise ValueError(f"{name} has no option {key!r}; {_hint(key, names)}")
-        if not _fits(value, hints[key]):
+        if not fits(value, hints[key]):
             wanted = getattr(hints[key], "__name__", None) or str(hints[key])
             wanted = str(hints[key]) if typing.get_args(hints[key]) else wanted
             raise ValueError(f"{name} takes {key}: {wanted}, not {value!r} ({type(value).__name__})")
@@ -110,12 +110,15 @@ def from_export(folder: str | Path) -> nn.Module:
     Raises ValueError for any other folder.
     """
     file = Path(folder) / "config.json"
-    table = json.loads(file.read_text()) if file.is_file() else {}
-    if "zoo" not in table:
+    table = read_table(file) if file.is_file() else {}
+    name, config, objective = table.get("zoo"), table.get("config"), table.get("objective", {})
+    if name not in list_models() or not isinstance(config, dict) or not isinstance(objective, dict):
         raise ValueError(f"{folder} is not an export: expected model.safetensors and a config.json that names a model")
-    model: Any = create(table["zoo"], **table["config"])
-    model.load_state_dict(read_safetensors(file.with_name("model.safetensors")))
-    model.objective = table.get("objective", {})
+    if reserved := config.keys() & {"name", "size"}:
+        raise ValueError(f"{file}: {min(reserved)} is not an option of {name}")
+    model: Any = create(name, **config)
+    load(model, read_safetensors(file.with_name("model.safetensors")), lambda key: key)
+    model.objective = objective
     model.predicts_clean = model.objective.get("prediction") == "clean"
     return model
 
@@ -147,15 +150,3 @@ def _hint(given: Any, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(given).lower(), [word.lower() for word in valid], n=1)
     meant = next((f"did you mean {word!r}? " for word in valid if close and word.lower() == close[0]), "")
     return f"{meant}valid: {', '.join(valid)}"
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Tell whether a value has the annotated type; lists pass for tuples (YAML has no tuples), ints for floats."""
-    args = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, list | tuple) and len(value) == len(args) and all(map(_fits, value, args))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

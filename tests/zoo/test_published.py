@@ -268,7 +268,8 @@ def test_damaged_pipelines_are_refused(folders: dict[str, Path], tmp_path: Path)
         ({"_class_name": "FluxTransformer2DModel"}, "a FluxTransformer2DModel; known here: Wan"),
         ({"qk_norm": None}, "qk_norm=None in the diffusers config: Wan has 'rms_norm_across_heads'"),
         ({"num_layers": 3}, "these weights are of another model; missing: blocks.2."),
-        ({"num_attention_heads": None}, "config.json: TypeError"),
+        ({"num_attention_heads": None}, "config.json of a WanTransformer3DModel has a value of another type"),
+        ({"num_layers": "2"}, "has a value of another type: depth is '2'"),
     ):
         damaged(lambda home, changes=changes: (home / config).write_text(json.dumps(named | changes)), said)
     damaged(lambda home: (home / config).write_text("{"), "config.json: damaged")

@@ -4,7 +4,6 @@ init.weights=model.safetensors       what zoo.training.export wrote, or weights 
 init.weights=Latte-1/                a folder of such a file, or one of diffusers, with its config.json
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 import zoo
+from zoo.files import read_table
 from zoo.reference import read_safetensors
 from zoo.training import UserError, user_error
 from zoo.training.lora import plain_name
@@ -70,11 +70,13 @@ def description(path: Path, name: str) -> dict[str, Any]:
     folder = path.parent if path.is_file() else path / "transformer" if (path / "transformer").is_dir() else path
     if not (folder / "config.json").is_file():
         return {}
-    found = json.loads((folder / "config.json").read_text())
+    found = read_table(folder / "config.json")
     if "zoo" in found:
         if found["zoo"] != name:
             raise ValueError(f"{folder / 'config.json'} is of a {found['zoo']}, and model.name={name}")
-        return dict(found["config"])
+        if not isinstance(found.get("config"), dict):
+            raise ValueError(f"{folder / 'config.json'} names a model of the zoo, but has no table config")
+        return found["config"]
     published = zoo.registry.weights_module(name)
     if published is not None and not hasattr(published, "CLASSES"):
         return {}  # the weights themselves determine every setting
@@ -115,9 +117,10 @@ def refuse_other_prediction(config: Any) -> None:
     """Raise a UserError if the model of an export, of the same objective, predicts something else than configured."""
     path, ours = Path(config.init.weights), getattr(config.objective, "predicts", None)
     file = (path.parent if path.is_file() else path) / "config.json"
-    objective = json.loads(file.read_text()).get("objective", {}) if file.is_file() else {}
+    objective = user_error(read_table, file).get("objective") if file.is_file() else None
+    objective = objective if isinstance(objective, dict) else {}
     theirs = objective.get("prediction")
-    if ours and theirs and ours != theirs and objective["name"] == config.objective.name:
+    if ours and theirs and ours != theirs and objective.get("name") == config.objective.name:
         raise UserError(
             f"init.weights={path} were trained with objective.prediction={theirs} (configured: {ours}). "
             f"Write objective: {{prediction: {theirs}}}"

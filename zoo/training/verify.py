@@ -4,6 +4,7 @@ DCP itself loads a shard with a flipped bit without an error, and unpickles anyt
 """
 
 import hashlib
+import io
 import pickle
 from enum import EnumType
 from pathlib import Path
@@ -14,11 +15,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from zoo.data.limits import read_json as _read_json
+from zoo.files import open_file, read_bytes
+from zoo.files import read_json as _read_json
 from zoo.training import one_line
 
 FORMAT = 1
 MOST_BYTES = 1 << 26  # of manifest.json and state.json
+MOST_METADATA = 1 << 30  # bytes of .metadata
 EACH = 24  # fewest bytes for each name and object of a long JSON; a checkpoint's has a hundred for three
 
 
@@ -87,8 +90,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def read_metadata(path: Path, allowed_files: set[str]) -> Metadata:
     """DCP's `.metadata`, checked: only plain classes, only tensors, only in the checkpoint's own files."""
     try:
-        with path.open("rb") as file:
-            metadata = _PlainUnpickler(file).load()
+        metadata = _PlainUnpickler(io.BytesIO(read_bytes(path, MOST_METADATA))).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise Damaged(f"{path} holds no checkpoint metadata")
         for name, entry in metadata.state_dict_metadata.items():
@@ -140,6 +142,6 @@ def check_state(path: Path, step: int) -> dict[str, Any]:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         return {"size": file.tell(), "sha256": found}

@@ -111,10 +111,11 @@ class Autoencoder:
         CodecError: a file is missing or is not safetensors, or the class is unknown here.
         """
         folder, config = configuration(Path(path), "vae")
-        name = config.get("_class_name")
+        name = str(config.get("_class_name"))
         if name not in AUTOENCODERS:
             raise CodecError(f"{folder}: unknown autoencoder {name}; known are {', '.join(AUTOENCODERS)}")
-        if config.get("timestep_conditioning") or any(config.get("decoder_inject_noise") or ()):
+        noise = config.get("decoder_inject_noise")
+        if config.get("timestep_conditioning") or any(noise if isinstance(noise, list) else [noise]):
             raise CodecError(f"{folder}: this {name} decodes with noise and a time step, which is not supported")
         variant = variant_of(folder, "diffusion_pytorch_model", variant)
         files = weights(folder, "diffusion_pytorch_model", variant)
@@ -254,7 +255,7 @@ class TextEncoder:
         `variant`, such as fp16: the weights to take where the folder has them in this variant, too.
         """
         folder, config = configuration(Path(path), "text_encoder")
-        name = TEXT_ENCODERS.get(config.get("model_type", ""))
+        name = TEXT_ENCODERS.get(str(config.get("model_type", "")))
         if name is None:
             known = ", ".join(TEXT_ENCODERS)
             raise CodecError(f"{folder}: a text encoder of type {config.get('model_type')!r}; known here: {known}")

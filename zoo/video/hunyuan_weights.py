@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.reference import count, give, load
+from zoo.reference import count, described, give, load
 from zoo.video.hunyuan import THETA, Config, HunyuanVideo
 
 CLASSES = ("HunyuanVideoTransformer3DModel",)
@@ -44,6 +44,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> HunyuanVide
     return model
 
 
+@described("HunyuanVideoTransformer3DModel")
 def published_config(config: Mapping[str, Any]) -> Config:
     """The Config of a HunyuanVideoTransformer3DModel's config; ValueError if the latter differs in more than sizes."""
     size, channels = config["attention_head_dim"], config["in_channels"]

@@ -1,6 +1,5 @@
 """Weights of Latte as its authors and diffusers publish them, in and out of diffusers' LatteTransformer3DModel."""
 
-import json
 import logging
 import math
 import re
@@ -10,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.reference import count, give, load, read_safetensors
+from zoo.files import read_table
+from zoo.reference import count, described, give, load, read_safetensors
 from zoo.video.latte import SIZES, Config, Latte
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,13 @@ def from_diffusers(
         if isinstance(source, Mapping):
             raise ValueError("a state dict does not have all settings: pass the model's config, too")
         config = (Path(source) if Path(source).is_dir() else Path(source).parent) / "config.json"
-    values = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    values = config if isinstance(config, Mapping) else read_table(Path(config))
     model = Latte(published_config(values))
     load(model, source if isinstance(source, Mapping) else read_safetensors(source), diffusers_names)
     return model
 
 
+@described("LatteTransformer3DModel")
 def published_config(config: Mapping[str, Any]) -> Config:
     """The Config of a LatteTransformer3DModel's config; ValueError if the latter differs in more than sizes."""
     hidden = config["num_attention_heads"] * config["attention_head_dim"]

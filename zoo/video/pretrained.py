@@ -2,11 +2,12 @@
 
 import hashlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zoo.data.limits import read_table
+from zoo.files import read_table
 from zoo.reference import STEMS, weight_files
 
 __all__ = [
@@ -21,8 +22,6 @@ __all__ = [
     "variant_of",
     "weights",
 ]
-
-MOST = 64 << 20  # bytes of a JSON file of settings
 
 
 class CodecError(ValueError):
@@ -43,7 +42,7 @@ def configuration(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
 def settings_of(file: Path) -> dict[str, Any]:
     """The content of a JSON file of settings; CodecError: it is missing or damaged."""
     try:
-        return read_table(file, MOST)
+        return read_table(file)
     except (OSError, ValueError) as error:
         raise CodecError(str(error)) from None
 
@@ -70,15 +69,29 @@ def tokenizer(folders: Sequence[Path]) -> tuple[Callable[[str], list[int]], int,
         looked = ", ".join(str(folder) for folder in folders)
         raise CodecError(f"no tokenizer: neither tokenizer.json nor spiece.model is in {looked}")
     package = library("tokenizers" if file.suffix == ".json" else "sentencepiece")
-    try:
+    with _damage_of(file):
         if file.suffix == ".json":
             fast = package.Tokenizer.from_file(str(file))
             fast.no_truncation()
             fast.no_padding()
-            return lambda caption: fast.encode(caption).ids, fast.get_vocab_size(), file
+
+            def numbers(caption: str) -> list[int]:
+                with _damage_of(file):
+                    return fast.encode(caption).ids
+
+            return numbers, fast.get_vocab_size(), file
         pieces = package.SentencePieceProcessor(model_file=str(file))
         return lambda caption: [*pieces.encode(caption), pieces.eos_id()], pieces.vocab_size(), file
-    except Exception as error:  # tokenizers raises the bare class
+
+
+@contextmanager
+def _damage_of(file: Path) -> Iterator[None]:
+    """Turn an error of a tokenizer into a CodecError: the bare class, or one beside it by its regular expressions."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
         raise CodecError(f"{file}: damaged: {error}") from None
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.files import fits
 from zoo.reference import read_safetensors
 from zoo.video import latte_weights, stdit, stdit_weights, wan_weights
 from zoo.video.codec import Autoencoder, TextEncoder
@@ -41,6 +42,7 @@ from zoo.video.pretrained import (
 
 __all__ = ["Prompt", "Published", "family_of", "read", "scheduler"]
 
+MOST_LEVELS = 1_000_000  # noise levels of a scheduler, which holds a table of them
 Rows = dict[str, Tensor]  # arguments of a forward, one row a clip
 # the prediction that this process computes (0: with the caption, 1: without), and a function that gathers both
 Branch = tuple[int, Callable[[Tensor], Sequence[Tensor]]]
@@ -343,7 +345,9 @@ def read(
     dtype = dtype or family.dtype
     parts = [part for part in ("transformer", "transformer_2") if (folder / part).is_dir()]
     built = [_transformer(folder / part, name, dtype, index, variant) for part in parts]
-    boundary = float(index.get("boundary_ratio") or 0.0)
+    boundary = index.get("boundary_ratio") or 0.0
+    if not fits(boundary, float):
+        raise CodecError(f"{folder / 'model_index.json'}: boundary_ratio is {boundary!r}: expected a number")
     if len(built) > 1 and not 0 < boundary < 1:
         raise CodecError(f"{folder} has two transformers, but model_index.json has no boundary_ratio to choose by")
     own = family is STDiT and not sampler and not (folder / "scheduler").is_dir()
@@ -391,9 +395,8 @@ def _transformer(
                 config = settings_of(folder / "config.json") if (folder / "config.json").is_file() else {}
                 sides = {key: config[key] for key in ("input_sq_size",) if key in config}  # shapes do not tell it
                 model = stdit_weights.from_reference(state, **sides)
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"config.json: {error!r}" if isinstance(error, KeyError | TypeError) else error
-        raise CodecError(f"{folder}: {what}") from error
+    except (ValueError, TypeError) as error:
+        raise CodecError(f"{folder}: {error}") from error
     return model.eval().requires_grad_(False), state.get("y_embedder.y_embedding")
 
 
@@ -414,7 +417,12 @@ def scheduler(folder: Path, name: str | None = None, shift: float | None = None)
         raise CodecError(f"--shift: {wanted} has no such setting")
     if shift is not None and "use_flow_sigmas" in own and not settings.get("use_flow_sigmas"):
         raise CodecError(f"--shift: {wanted} is not set for a flow, whose noise levels can be shifted")
-    made = kind.from_config({**settings, **changes})  # type: ignore[attr-defined]
+    if not fits(levels := settings.get("num_train_timesteps", 1000), int) or not 0 < levels <= MOST_LEVELS:
+        raise CodecError(f"{file}: num_train_timesteps is {levels!r}: expected a number from 1 to {MOST_LEVELS:,}")
+    try:
+        made = kind.from_config({**settings, **changes})  # type: ignore[attr-defined]
+    except Exception as error:  # any kind, of values that it does not check
+        raise CodecError(f"{file}: a {wanted} cannot be built of it: {error}") from error
     if made.config.get("use_dynamic_shifting"):
         raise CodecError(f"{file}: use_dynamic_shifting is not supported")
     return made

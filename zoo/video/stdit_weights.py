@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.reference import count, load
+from zoo.reference import count, described, load
 from zoo.video.stdit import SIZES, Config, STDiT
 
 CLASSES = ("STDiT", "STDiT2", "STDiT3")
@@ -54,6 +54,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> STDiT:
     return model
 
 
+@described("STDiT")
 def published_config(config: Mapping[str, Any]) -> Config:
     """The Config of the config.json of an Open-Sora model; ValueError if the latter differs in more than sizes."""
     version = {"STDiT": "v1", "STDiT2": "v2", "STDiT3": "v3"}[config["model_type"]]

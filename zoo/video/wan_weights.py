@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.reference import count, give, load
+from zoo.reference import count, described, give, load
 from zoo.video.wan import Config, Wan
 
 CLASSES = ("WanTransformer3DModel",)
@@ -57,6 +57,7 @@ def from_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any], frame
     return model
 
 
+@described("WanTransformer3DModel")
 def published_config(config: Mapping[str, Any]) -> Config:
     """The Config of a WanTransformer3DModel's config; ValueError if the latter differs in more than sizes."""
     fixed = {

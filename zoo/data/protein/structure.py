@@ -26,8 +26,8 @@ from Bio.Data.PDBData import protein_letters_3to1_extended
 from Bio.PDB.MMCIF2Dict import MMCIF2Dict
 from Bio.PDB.parse_pdb_header import parse_pdb_header
 
-from zoo.data.protein.files import MAX_BYTES, read_text
 from zoo.data.protein.record import ATOMS, Protein, encode
+from zoo.files import MAX_BYTES, read_text
 
 __all__ = ["SUFFIXES", "read_structure"]
 
