@@ -248,8 +248,12 @@ def test_a_variant_of_the_weights_is_read_in_the_parts_that_have_it(folders: dic
     stem = folder / "transformer/diffusion_pytorch_model"
     plain, half = stem.with_suffix(".safetensors"), stem.with_suffix(".fp16.safetensors")
     save_file({name: value + 1 for name, value in load_file(plain).items()}, half)
-    read = {variant: zoo.pipeline(folder, dtype="fp32", variant=variant) for variant in (None, "fp16")}
-    for a, b in zip(*(pipe.published.models[0].parameters() for pipe in read.values())):
+    weights = []
+    for variant in (None, "fp16"):
+        pipe = zoo.pipeline(folder, dtype="fp32", variant=variant)
+        weights.append([*pipe.published.models[0].parameters()])
+        pipe.close()
+    for a, b in zip(*weights):
         torch.testing.assert_close(b, a + 1)
     with pytest.raises(UserError, match=r"has no diffusion_pytorch_model.safetensors.index.bf16.json or "):
         zoo.pipeline(folder, variant="bf16")
