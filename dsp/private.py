@@ -286,6 +286,22 @@ _source = torch.utils.checkpoint
 CHECKPOINT = inspect.unwrap(getattr(_source, "_checkpoint_impl", _source.checkpoint)).__code__
 
 
+def checkpoint_frames() -> list[Any]:
+    """The activation checkpoints (non-reentrant) that the current code runs in, the innermost last."""
+    found, caller = list[Any](), sys._getframe(1)
+    while caller is not None:
+        if caller.f_code is CHECKPOINT and getattr(caller.f_locals.get("gen"), "gi_frame", None) is not None:
+            found.insert(0, caller.f_locals["gen"].gi_frame.f_locals["new_frame"])
+        caller = caller.f_back  # type: ignore[assignment]
+    last = checkpoint_frame()
+    return found if last is None or any(last is frame for frame in found) else [*found, last]
+
+
+def saved_in(frame: Any) -> int:
+    """The number of tensors that an activation checkpoint has saved so far."""
+    return len(frame.weak_holders)
+
+
 def checkpoint_arguments(frame: Any) -> Sequence[Any]:
     """The arguments of the activation checkpoint `frame`, in which the caller runs."""
     caller: Any = sys._getframe(1)
@@ -385,6 +401,7 @@ __all__ = [
     "buffers_of",
     "checkpoint_arguments",
     "checkpoint_frame",
+    "checkpoint_frames",
     "children_of",
     "compared_as",
     "compiled_call",
@@ -408,6 +425,7 @@ __all__ = [
     "opened",
     "parameters_of",
     "pytree",
+    "saved_in",
     "saving_hooks",
     "schema_of",
     "schemas",

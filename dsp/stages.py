@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,8 @@ class Stage:
 
     inside: its submodules that communicate by themselves. reach: a dim that the stage computes over, and is sharded
     along (and along no other) thanks to them. whole: the stage is sharded along no dim, whatever its pattern says.
-    around: a method that runs the stage in another layout, which only the stage sees.
+    around: a method that runs the stage in another layout, which only the stage sees. local: makes the local function
+    of an offer (`dsp.core.record.LocalFunction`), where the module's own call will not do.
     """
 
     def __init__(self, name: str, module: nn.Module, text: str) -> None:
@@ -73,6 +74,7 @@ class Stage:
         self.around: StageWrapper | None = None
         self.reach: str | None = None
         self.whole = False
+        self.local: Callable[[Stage, Option], Any] | None = None
 
     def sizes(self, bound: Iterable[Bound], root: Mapping[str, int]) -> dict[str, int]:
         tensors = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]

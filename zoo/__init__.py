@@ -37,6 +37,7 @@ def pipeline(
     shift: float | None = None,
     branches: bool = False,
     wire: str = "same",
+    variant: str | None = None,
 ) -> Any:
     """The published video model in a folder as diffusers saves a pipeline, on one process or all ranks of a torchrun.
 
@@ -44,11 +45,14 @@ def pipeline(
     `text_encoder/`, `tokenizer/` and `scheduler/`; nothing is downloaded. dtype: fp32, bf16 or fp16; None: the dtype
     that the family was published for. scheduler: the class of another scheduler of diffusers; shift: the shift of its
     noise levels. branches: half of the ranks compute each of the two predictions of guidance. wire: the format in which
-    ranks send activations to one another, as for `dsp.parallelize`. ValueError: a part is missing, damaged or unknown.
+    ranks send activations to one another, as for `dsp.parallelize`. variant: of the weights, such as fp16, in the parts
+    that have it; the transformer must. ValueError: a part is missing, damaged or unknown.
     """
     from zoo.training.pipeline import Pipeline
 
-    return Pipeline(folder, dtype=dtype, scheduler=scheduler, shift=shift, branches=branches, wire=wire)
+    return Pipeline(
+        folder, dtype=dtype, scheduler=scheduler, shift=shift, branches=branches, wire=wire, variant=variant
+    )
 
 
 __all__ = ["create", "from_export", "from_reference", "list_models", "load", "pipeline", "sizes"]

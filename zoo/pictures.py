@@ -6,6 +6,7 @@ A file is complete or absent. Letters: n pictures or clips, c channels, t frames
 import math
 import os
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -65,21 +66,27 @@ def title(texts: Sequence[str], width: int) -> Tensor:
 
 
 def _wrapped(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """The lines of a text, broken between words; an ellipsis stands where letters are cut off."""
-    lines = [""]
-    for word in text.split():
+    """The lines of a text, broken between words; an ellipsis stands where letters are cut off.
+
+    A text of n letters takes some log n calls of `fits` beside those of the lines that are shown.
+    """
+    lines, words = [""], text.split()
+    for i, word in enumerate(words):
         longer = f"{lines[-1]} {word}".lstrip()
-        if lines[-1] and not fits(longer):
+        if not lines[-1] or fits(longer):
+            lines[-1] = longer
+        elif len(lines) < LINES:
             lines.append(word)
         else:
-            lines[-1] = longer
-    if len(lines) > LINES:
-        lines[LINES - 1 :] = [" ".join(lines[LINES - 1 :])]
-    for i, line in enumerate(lines):
-        while not fits(lines[i]) and line:
-            line = line[:-1]
-            lines[i] = f"{line}…"
-    return lines
+            lines[-1] = " ".join([lines[-1], *words[i:]])
+            break
+    return [line if fits(line) else _cut(line, fits) for line in lines]
+
+
+def _cut(line: str, fits: Callable[[str], bool]) -> str:
+    """The longest beginning of a line that fits with an ellipsis."""
+    lengths = range(len(line))
+    return f"{line[: max(bisect_left(lengths, True, key=lambda n: not fits(f'{line[:n]}…')) - 1, 0)]}…"
 
 
 @contextmanager

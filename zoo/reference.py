@@ -5,13 +5,23 @@ model and fills it with ``load``. What shapes do not determine, such as the numb
 size with these shapes, or from ``overrides``.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import logging
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from zoo.files import fits, read_table, regular
+
+log = logging.getLogger(__name__)
+
 Names = Callable[[str], str | list[str]]
+Settings = TypeVar("Settings")
 
 
 @torch.no_grad()
@@ -56,6 +66,33 @@ def give(model: nn.Module, theirs: nn.Module, names: Names) -> None:
     theirs.load_state_dict(state)
 
 
+def described(
+    kind: str,
+) -> Callable[[Callable[[Mapping[str, Any]], Settings]], Callable[[Mapping[str, Any]], Settings]]:
+    """Decorate the reading of the config of `kind`, a model of another library, into a Config.
+
+    What the config lacks or has of another type becomes a ValueError.
+    """
+
+    def decorate(read: Callable[..., Settings]) -> Callable[..., Settings]:
+        @functools.wraps(read)
+        def checked(config: Mapping[str, Any]) -> Settings:
+            try:
+                settings = read(config)
+            except KeyError as error:
+                raise ValueError(f"the config.json of a {kind} has no {error}") from None
+            except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+                raise ValueError(f"the config.json of a {kind} has a value of another type: {error}") from None
+            for name, hint in typing.get_type_hints(type(settings)).items():
+                if not fits(value := getattr(settings, name), hint):
+                    raise ValueError(f"the config.json of a {kind} has a value of another type: {name} is {value!r}")
+            return settings
+
+        return checked
+
+    return decorate
+
+
 def count(state: Mapping[str, Tensor], pattern: str) -> int:
     """The number of layers in a state dict: ``count(state, "blocks.{}.")`` counts the numbers in the braces' place."""
     before, after = pattern.split("{}")
@@ -63,15 +100,81 @@ def count(state: Mapping[str, Tensor], pattern: str) -> int:
     return len({number for number, found, _ in (name.partition(after) for name in rest) if found and number.isdigit()})
 
 
-def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, or of all those in a directory."""
+def read_safetensors(path: str | Path, variant: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, of an index with its shards, or of a folder (`weight_files`).
+
+    Raises ValueError if weights are missing, an index disagrees with its shards, or a folder is ambiguous.
+    """
     from safetensors.torch import load_file  # an extra, which only loading weights needs
 
     path = Path(path)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"{path} holds no .safetensors file")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    first, *_ = weight_files(path, variant) if path.is_dir() else [path]
+    if first.suffix != ".json":
+        return load_file(regular(first))
+    file_of, state = _index(first), dict[str, Tensor]()
+    for name in sorted(set(file_of.values())):
+        shard = load_file(regular(first.with_name(name)))
+        keys = [key for key, file in file_of.items() if file == name]
+        if absent := [key for key in keys if key not in shard]:
+            raise ValueError(f"{first} places {absent[0]} in {name}, which lacks it: is the file of another copy?")
+        state |= {key: shard[key] for key in keys}
+    return state
+
+
+# by the library that writes them: the stem of the names, and the suffixes in the order in which it looks for them
+_ONE, _INDEX = "{stem}{variant}.safetensors", "{stem}.safetensors.index{variant}.json"
+STEMS = {"diffusion_pytorch_model": (_INDEX, _ONE), "model": (_ONE, _INDEX)}
+
+
+def weight_files(folder: Path, variant: str | None = None, stems: Sequence[str] = ()) -> list[Path]:
+    """The files of a folder's weights as diffusers and transformers choose them: one, or an index and its shards.
+
+    `stems`: the names to look for, by default those of both libraries, that of the folder's config.json first. A lone
+    file of another name counts, too. `variant`: the weights saved as this variant, such as fp16. Safetensors that are
+    not read are logged. Raises ValueError if there are no such weights, or shards are missing.
+    """
+    tag = f".{variant}" if variant else ""
+    safetensors = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    config = folder / "config.json"
+    diffusers = config.is_file() and "_class_name" in read_table(config)
+    candidates = [
+        folder / pattern.format(stem=stem, variant=tag)
+        for stem in stems or sorted(STEMS, reverse=not diffusers)
+        for pattern in STEMS[stem]
+    ]
+    first = next((path for path in candidates if path.is_file()), None)
+    if first is None and not (stems or variant) and [bool(_PART.match(path.name)) for path in safetensors] == [False]:
+        first = safetensors[0]
+    if first is None:
+        weights = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".ckpt", ".safetensors"))
+        raise ValueError(
+            f"{folder} has no {' or '.join(path.name for path in candidates)}"
+            + (f", only {', '.join(weights)}" if weights else "")
+            + ": only safetensors are read; save_pretrained(folder) of a loaded model writes them. Name the file or "
+            "the index itself if it is another"
+        )
+    files = [first]
+    if first.suffix == ".json":
+        files += [folder / name for name in sorted(set(_index(first).values()))]
+    if others := [path.name for path in safetensors if path not in files]:
+        log.warning("%s: weights are read from %s; not read: %s", folder, first.name, ", ".join(others))
+    return files
+
+
+_PART = re.compile(rf"({'|'.join(STEMS)})\..+\.|.*-\d+-of-(?!0*1\b)\d+")  # a variant, or one shard of several
+
+
+def _index(path: Path) -> dict[str, str]:
+    """The file of each tensor by an index of shards, which lie beside it."""
+    try:
+        file_of = read_table(path)["weight_map"]
+        names = sorted(set(file_of.values()))
+        absent = [name for name in names if Path(name).name != name or not path.with_name(name).is_file()]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: damaged: {error!r}") from None
+    if absent:
+        raise ValueError(f"{path} names {absent[0]}, which is not in this folder")
+    return file_of
 
 
 def _few(names: Iterable[str]) -> str:

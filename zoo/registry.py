@@ -1,13 +1,14 @@
 """The models of the zoo, and how to build one by name.
 
-A model's module holds the class named here, a ``Config`` dataclass that the class takes, and ``SIZES``: the Config
-values of every published size. Modules are imported at their first use. A model from outside is named
+A model's module holds the class named here, or a function that returns the model, a ``Config`` dataclass that it takes,
+and ``SIZES``: the Config values of every published size. A module ``<name>_weights`` beside it reads weights that were
+published under other names. Modules are imported at their first use. A model from outside is named
 ``package.module:Class``, or by an entry point of the group ``zoo.models``.
 """
 
 import difflib
 import importlib
-import json
+import importlib.util
 import sys
 import types
 import typing
@@ -20,8 +21,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.contract import check
+from zoo.files import fits, read_table
 from zoo.outside import outside
-from zoo.reference import read_safetensors
+from zoo.reference import load, read_safetensors
 
 MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
@@ -65,7 +67,7 @@ def create(name: str, size: str | None = None, **overrides: Any) -> nn.Module:
     for key, value in overrides.items():
         if key not in names:
             raise ValueError(f"{name} has no option {key!r}; {_hint(key, names)}")
-        if not _fits(value, hints[key]):
+        if not fits(value, hints[key]):
             wanted = getattr(hints[key], "__name__", None) or str(hints[key])
             wanted = str(hints[key]) if typing.get_args(hints[key]) else wanted
             raise ValueError(f"{name} takes {key}: {wanted}, not {value!r} ({type(value).__name__})")
@@ -81,11 +83,22 @@ def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any
 
     Raises ValueError with a list of what does not fit.
     """
-    module, _ = _module(name)
-    if not hasattr(module, "from_reference"):
-        known = [model for model in list_models() if hasattr(_module(model)[0], "from_reference")]
-        raise ValueError(f"no published weights are known for {name}; for these there are: {', '.join(known)}")
+    _module(name)  # raises if there is no such model
+    module = weights_module(name)
+    if module is None:
+        readable = [model for model in list_models() if weights_module(model)]
+        raise ValueError(f"no published weights are known for {name}; for these there are: {', '.join(readable)}")
     return module.from_reference(state_dict, **overrides)
+
+
+def weights_module(name: str) -> Any:
+    """The module that reads published weights of a model, ``zoo.video.wan_weights`` for wan; None if there is none.
+
+    It has ``from_reference(state, **overrides)`` and may have ``to_diffusers(model, frames)``. If it has
+    ``CLASSES``, ``published_config(values)`` makes a Config of the config.json that publishers of such classes write.
+    """
+    path = f"{MODELS.get(name, '').partition(':')[0]}_weights"
+    return importlib.import_module(path) if name in MODELS and importlib.util.find_spec(path) else None
 
 
 def from_export(folder: str | Path) -> nn.Module:
@@ -97,14 +110,24 @@ def from_export(folder: str | Path) -> nn.Module:
     Raises ValueError for any other folder.
     """
     file = Path(folder) / "config.json"
-    told = json.loads(file.read_text()) if file.is_file() else {}
-    if "zoo" not in told:
+    table = read_table(file) if file.is_file() else {}
+    name, config, objective = table.get("zoo"), table.get("config"), table.get("objective", {})
+    if name not in list_models() or not isinstance(config, dict) or not isinstance(objective, dict):
         raise ValueError(f"{folder} is not an export: expected model.safetensors and a config.json that names a model")
-    model: Any = create(told["zoo"], **told["config"])
-    model.load_state_dict(read_safetensors(file.with_name("model.safetensors")))
-    model.objective = told.get("objective", {})
+    if reserved := config.keys() & {"name", "size"}:
+        raise ValueError(f"{file}: {min(reserved)} is not an option of {name}")
+    model: Any = create(name, **config)
+    load(model, read_safetensors(file.with_name("model.safetensors")), lambda key: key)
+    model.objective = objective
     model.predicts_clean = model.objective.get("prediction") == "clean"
     return model
+
+
+def name_of(model: nn.Module) -> str | None:
+    """The name under which ``create`` builds such a model; None for a model from outside, whatever its class's name."""
+    path = type(model.config).__module__
+    names = [name for name, place in MODELS.items() if place.partition(":")[0] == path]
+    return names[0] if names and type(model).__module__.startswith(f"{__package__}.") else None
 
 
 def _module(name: str) -> tuple[Any, Any]:
@@ -127,15 +150,3 @@ def _hint(given: Any, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(given).lower(), [word.lower() for word in valid], n=1)
     meant = next((f"did you mean {word!r}? " for word in valid if close and word.lower() == close[0]), "")
     return f"{meant}valid: {', '.join(valid)}"
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Tell whether a value has the annotated type; lists pass for tuples (YAML has no tuples), ints for floats."""
-    args = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, list | tuple) and len(value) == len(args) and all(map(_fits, value, args))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

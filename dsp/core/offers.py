@@ -13,7 +13,18 @@ from torch import Tensor
 
 from dsp.calls import Operand
 from dsp.core.carrier import Carrier
-from dsp.core.record import Base, BoundStage, Layout, Node, Offer, Record, Ref, replicated
+from dsp.core.record import (
+    Base,
+    BoundStage,
+    InnerCollective,
+    InnerPart,
+    Layout,
+    Node,
+    Offer,
+    Record,
+    Ref,
+    replicated,
+)
 from dsp.core.watch import Watch
 from dsp.layout import Axis
 from dsp.notation import TensorPattern
@@ -118,24 +129,31 @@ def stage_offers(record: Record, node: Node) -> Iterator[Offer]:
                 t.base.allow(cut)
         along = option.lands
         gives = tuple(None if along is None else cut_for(p, r.shape, along, sizes) for r, p, sizes in results)
-        yield stage_offer(option, gives, sum_bytes(record, option, results))
+        yield stage_offer(stage, option, gives, sums(record, option, results) if option.onto else ())
 
 
-def stage_offer(option: Option, gives: tuple[Layout, ...], nbytes: int = 0) -> Offer:
-    calls = int(option.onto is not None)
-    return Offer(option.cuts, gives, (), nbytes, calls, option.last_resort, option=option)
+def stage_offer(
+    stage: Stage, option: Option, gives: tuple[Layout, ...], inner: tuple[InnerCollective, ...] = ()
+) -> Offer:
+    local = None if stage.local is None else stage.local(stage, option)
+    return Offer(option.cuts, gives, (), inner, option.last_resort, local, option)
 
 
 def unrecorded_offers(node: Node) -> list[Offer]:
     """The offers of a stage whose results nobody knows yet."""
     assert isinstance(node.call, BoundStage)
-    return [stage_offer(option, ()) for option in node.call.options]
+    return [stage_offer(node.call.stage, option, ()) for option in node.call.options]
 
 
-def sum_bytes(record: Record, option: Option, results: list[tuple[Ref, TensorPattern, dict[str, int]]]) -> int:
-    """Bytes that the busiest rank sends for a sum over ranks, of which each keeps its shard."""
-    if not option.onto:
-        return 0
-    ref, _, sizes = results[0]
-    total = Extents("", ((option.onto, sizes[option.onto]),), ref.dtype.itemsize, numel=ref.shape.numel())  # type: ignore[attr-defined]
-    return max(MOVES["reduce_scatter"].sent(total, None, option.onto, record.n))
+def sums(
+    record: Record, option: Option, results: list[tuple[Ref, TensorPattern, dict[str, int]]]
+) -> tuple[InnerCollective, ...]:
+    """The sums over ranks of a stage's results, of which each rank keeps its shard."""
+    collectives = []
+    for k, (ref, _, sizes) in enumerate(results):
+        total = Extents("", ((option.onto, sizes[option.onto]),), ref.dtype.itemsize, numel=ref.shape.numel())  # type: ignore[index, attr-defined]
+        sent = MOVES["reduce_scatter"].sent(total, None, option.onto, record.n)
+        back = MOVES["gather"].sent(total, option.onto, None, record.n)
+        part = InnerPart(tuple(sent), tuple(back), result=k)
+        collectives.append(InnerCollective("reduce_scatter", "gather", (part,)))
+    return tuple(collectives)

@@ -90,24 +90,56 @@ class LocalFunction(Protocol):
         """Return a function from the parts of the operands to the parts of the results."""
 
 
+class InnerPart(NamedTuple):
+    """The part of a tensor in a collective inside an offer: bytes that each rank sends, and sends in backward.
+
+    operand, result: the numbers of the tensors between which it lies (None: all of them); it has a backward if both get
+    a gradient.
+    """
+
+    sent: tuple[int, ...]
+    back: tuple[int, ...]
+    operand: int | None = None
+    result: int | None = None
+
+
+class InnerCollective(NamedTuple):
+    """A collective that an offer makes inside: its kind, that of its adjoint, and what it carries.
+
+    early: it runs before the operation saves anything for backward.
+    """
+
+    kind: str
+    adjoint: str
+    parts: tuple[InnerPart, ...]
+    early: bool = False
+
+
 @dataclass(frozen=True)
 class Offer:
     """A way to run a node on parts.
 
     needs, gives: the cuts of its operands and results; sizes: the global length of each result along its cut, where the
-    record does not say; nbytes, calls: what the busiest rank sends inside; last_resort: it shards the batch; local:
-    makes the function that runs on parts (None: the node's call runs on them unchanged); option: of a stage, the dim
-    that it is sharded along.
+    record does not say; inner: the collectives inside; last_resort: it shards the batch; local: makes the function that
+    runs on parts (None: the node's call runs on them unchanged); option: of a stage, the dim that it is sharded along.
     """
 
     needs: tuple[Layout, ...]
     gives: tuple[Layout, ...] = ()
     sizes: tuple[int | None, ...] = ()
-    nbytes: int = 0
-    calls: int = 0
+    inner: tuple[InnerCollective, ...] = ()
     last_resort: bool = False
     local: LocalFunction | None = None
     option: Option | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the busiest rank sends inside."""
+        return max(map(sum, zip(*[part.sent for c in self.inner for part in c.parts])), default=0)
+
+    @property
+    def calls(self) -> int:
+        return len(self.inner)
 
 
 class Operation(NamedTuple):
@@ -157,16 +189,25 @@ class Relayout(NamedTuple):
     dst: Layout
 
 
+class RegionPlace(NamedTuple):
+    """The place of a node in an activation checkpoint: how many tensors that saved before the node, and after it."""
+
+    region: int
+    before: int
+    after: int
+
+
 @dataclass(eq=False)
 class Node:
     """A node, and, once it is planned, the decision: an offer, the moves before it, and those of its results.
 
     kind: "stage", "operation", "output", or "plain" (functions of plain tensors, where they were measured); operands: a
-    `Ref`, or, of a tensor that no plan shards, its shape; identity:
-    it returned its first operand, unchanged; checkpointed: it lies in an activation checkpoint; draws: random numbers;
-    cost, line, module: what it costs, the line of the user's code, and the path of the module that runs it, where they
-    were measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for each result,
-    the layout to which it is switched as soon as it is made (None: none).
+    `Ref`, or, of a tensor that no plan shards, its shape; identity: it returned its first operand, unchanged;
+    checkpointed: it lies in an activation checkpoint; regions: the places in the checkpoints around it, the outermost
+    first; operand_grads, result_grads: through it these get a gradient from the outputs; draws: random numbers; cost,
+    line, module: what it costs, the line of the user's code, and the path of the module that runs it, where they were
+    measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for each result, the
+    layout to which it is switched as soon as it is made (None: none).
     """
 
     kind: str
@@ -179,6 +220,9 @@ class Node:
     view: bool = False
     identity: bool = False
     checkpointed: bool = False
+    regions: tuple[RegionPlace, ...] = ()
+    operand_grads: tuple[bool, ...] = ()
+    result_grads: tuple[bool, ...] = ()
     draws: bool = False
     cost: Cost = FREE
     line: str = ""
@@ -224,7 +268,8 @@ class Record:
     patterns: of the inputs that have one; entry: the layout in which each input enters; by_key: nodes by what
     identifies them (`dsp.core.keys`); planned: the nodes have decisions, made before the first run; draws: something
     between stages draws random numbers; sources: functions of nodes without an operand that is a `Ref`;
-    sources_recompute: some of them are in a checkpoint.
+    sources_recompute: some of them are in a checkpoint; saved: the tensors that each checkpoint saves in all (infinite:
+    it recomputes all it ran); input_grads: the inputs that get a gradient from the outputs.
     """
 
     driver: Driver
@@ -242,6 +287,8 @@ class Record:
         self.count = 0  # of references
         self.planned = self.draws = self.sources_recompute = False
         self.sources: set[Any] = set()
+        self.saved: list[float] = []
+        self.input_grads: dict[str, Ref] = {}
 
     def ref(self, t: Tensor, shape: Sequence[int] | None = None) -> Ref:
         """A new reference to a tensor, of which `t` may be a part; shape: its global shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from dsp.calls import replaced, tensor_args
 from dsp.compile_off import CompileOff
+from dsp.core.backward import Gradients, Regions
 from dsp.core.carrier import Carrier, claim, plain
 from dsp.core.inputs import carried_inputs, signature_of
 from dsp.core.keys import key_part
 from dsp.core.meter import NodeMeter
 from dsp.core.offers import Rules, operands_of, stage_node
-from dsp.core.record import Node, Operation, Record
+from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import Skeleton
 from dsp.core.stage_calls import StageCall
 from dsp.core.watch import Watch, refuse_transforms, watched
@@ -24,7 +25,7 @@ from dsp.notation import StagePattern
 from dsp.private import FakeTensorMode, any_device, buffers_of, fake_tensor
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage
-from dsp.tensors import map_tensors, remade, tensors_in
+from dsp.tensors import edge, map_tensors, remade, tensors_in
 
 
 class Recorder:
@@ -32,15 +33,20 @@ class Recorder:
 
     def __init__(self, record: Record, meter: NodeMeter) -> None:
         self.record, self.meter = record, meter
+        self.regions, self.gradients = Regions(), Gradients()
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         refuse_transforms(args, kwargs)
+        before, tensors = self.regions.saved(), [*map(plain, tensor_args(args, kwargs))]
         self.meter.start()
-        args_, kwargs_ = replaced(args, kwargs, map(plain, tensor_args(args, kwargs)))
-        return self.note(func, what, args, kwargs, func(*args_, **kwargs_))
+        args_, kwargs_ = replaced(args, kwargs, iter(tensors))
+        return self.note(func, what, args, kwargs, func(*args_, **kwargs_), tensors, before)
 
-    def note(self, func: Any, what: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """Add the node of an operation that returned `out`."""
+    def note(
+        self, func: Any, what: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor] = (),
+        before: Sequence[tuple[int, int]] = (),
+    ) -> Any:  # fmt: skip
+        """Add the node of an operation that returned `out`, from these tensors."""
         record = self.record
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)
@@ -51,6 +57,8 @@ class Recorder:
         results = tensors_in(out)
         node.identity = len(results) == 1 and any(results[0] is plain(t) for t in operands[:1]) and not what.in_place
         record.add((func, key_part(args, False), key_part(kwargs, False)), node)
+        node.regions = self.regions.places(before)
+        self.gradients.note(node, tensors, results)
         if node.identity or what.in_place:
             return out if out is None else operands[0]
         node.results = [*map(record.ref, results)]
@@ -59,12 +67,17 @@ class Recorder:
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self.record
         node, bound = stage_node(record, stage, args, kwargs)
-        args, kwargs = map_tensors((args, kwargs), map(plain, tensors_in((args, kwargs))))
+        before, carried = self.regions.saved(), tensors_in((args, kwargs))
+        tensors = [*map(plain, carried)]
+        args, kwargs = map_tensors((args, kwargs), tensors)
         self.meter.start()
         out = call(*args, **kwargs)
         self.meter.finish(node)
         node.results = [*map(record.ref, tensors_in(out))]
         record.add((stage.name, tuple(key_part(b.tensor, False) for b in bound)), node)
+        node.regions = self.regions.places(before)
+        read = dict(zip(map(id, carried), tensors))
+        self.gradients.note(node, [read[id(b.tensor)] for b in bound], tensors_in(out))
         return self.carried(node, out)
 
     def carried(self, node: Node, out: Any) -> Any:
@@ -117,12 +130,18 @@ def record_forward(
     args, kwargs = remade((tuple(args), dict(kwargs)), fake)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
     recorder = record.driver = Recorder(record, options.meter(record, clone))
-    args, kwargs = carried_inputs(record, signature_of(model, root), args, kwargs)
+    args, kwargs = carried_inputs(record, signature := signature_of(model, root), args, kwargs)
+    bound = signature.bind(args, kwargs)[1]
     with CompileOff(), any_device(), mode, recorder.meter, watched(record) if options.sources else Watch(record):
         out = clone(*args, **kwargs)
     for k, t in enumerate(tensors_in(out)):
         if isinstance(t, Carrier):
-            record.outputs[k] = record.add(("output", k), Node("output", "output", [t.ref]))
+            node = record.outputs[k] = record.add(("output", k), Node("output", "output", [t.ref]))
+            recorder.gradients.note(node, [t], [])
+    reached, record.saved = recorder.gradients.finish(tensors_in(out)), recorder.regions.totals()
+    record.input_grads = {
+        b.param: Ref(b.tensor.shape, dtype=b.tensor.dtype) for b in bound if edge(b.tensor) in reached
+    }
     if record.sources and any(
         isinstance(t, Carrier) for m in clone.modules() for t in tensors_in([buffers_of(m), vars(m)])
     ):

@@ -127,24 +127,24 @@ class Runner:
             keep_arguments()
         key = exact_key(stage, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs)
-        node, offer, _, _, slots = ready or self.ready_stage(key, at, stage, args, kwargs)
+        node, offer, local, _, slots = ready or self.ready_stage(key, at, stage, call, args, kwargs)
         operands = [args[slot] if type(slot) is int else kwargs[slot] for slot in slots]
         parts = self.copies.bring(node, operands, offer.needs)
         held = self.held(offer)
         if not held:
             parts = [with_dummy(t, cut) for t, cut in zip(parts, offer.needs)]
         args, kwargs = list(args), dict(kwargs)
-        for slot, local in zip(slots, parts):
-            (args if type(slot) is int else kwargs)[slot] = local
+        for slot, part in zip(slots, parts):
+            (args if type(slot) is int else kwargs)[slot] = part
         with forked(self.axis) if node.draws and sharded(offer) else nullcontext():
-            out = call(*args, **kwargs)
+            out = (local or call)(*args, **kwargs)
         results = [plain(t) for t in tensors_in(out)]
-        if offer.calls:  # a sum over ranks
+        if offer.option.onto:  # type: ignore[union-attr]  # a sum over ranks
             sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
             results = [torch.ops.dsp.reduce_scatter(t, c.dim, self.axis.group) for t, c in zip(sums, offer.gives)]  # type: ignore[union-attr]
         if len(node.results) < len(results):
             offer = self.add_stage_results(stage, node, results, held)
-        if not held and not offer.calls:
+        if not held and not offer.option.onto:  # type: ignore[union-attr]
             results = [t.narrow(cut.dim, 0, 0) for t, cut in zip(results, offer.gives)]  # type: ignore[union-attr]
         for t, r, cut in zip(results, node.results, offer.gives):
             expected = r.shape if cut is None else self.axis.local_shape(r.shape, cut)
@@ -184,7 +184,7 @@ class Runner:
         self.prepared.by_key.clear()
         return node.offer
 
-    def ready_stage(self, key: Any, at: int | None, stage: Stage, args: Any, kwargs: Any) -> Ready:
+    def ready_stage(self, key: Any, at: int | None, stage: Stage, call: Any, args: Any, kwargs: Any) -> Ready:
         node, bound = stage_node(self.record, stage, args, kwargs)
         operands = [b.tensor for b in bound]
         shared = stage.name, tuple(key_part(t, False) for t in operands)
@@ -193,8 +193,10 @@ class Runner:
             planned = node
             node.offers = unrecorded_offers(node)
             self.add(shared, node, operands)
-        assert planned.offer is not None
-        return self.prepared.put(key, shared, at, Ready(planned, planned.offer, None, False, [b.slot for b in bound]))
+        offer = planned.offer
+        assert offer is not None
+        local = None if offer.local is None else offer.local(self.axis, call, args, kwargs)
+        return self.prepared.put(key, shared, at, Ready(planned, offer, local, False, [b.slot for b in bound]))
 
 
 def sharded(offer: Offer) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsp.embedded.grid import Grid
+from dsp.embedded.place import PLACE, placed
 from dsp.layout import Axis
 from dsp.methods import CommBytes, RankPart
 from dsp.notation import NotationError
@@ -19,33 +18,21 @@ from dsp.private import Recompute, backward_pass, checkpoint_frame
 from dsp.run.forward import current_place
 from dsp.stages import Stage
 
-AGAIN: ContextVar[RankPart | None] = ContextVar("dsp_again", default=None)
-
 
 def place_of_call() -> RankPart | None:
     """The place of the running stage call, in its recomputation too; None outside a parallelized model.
 
     An activation checkpoint inside a stage's hooks, as in train.py, recomputes the stage in backward without the hooks.
     """
-    place = current_place() or AGAIN.get()
+    place = current_place() or PLACE.get()
     if place is None and backward_pass() != -1:
         raise RuntimeError(
             "an activation checkpoint that dsp cannot follow recomputes a stage with communication inside; use "
             "torch.utils.checkpoint with use_reentrant=False, around a stage or a block of the model"
         )
     frame = checkpoint_frame()
-    if place is None or frame is None or Recompute.known(frame, AGAIN):
-        return place
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        token = AGAIN.set(place)
-        try:
-            yield
-        finally:
-            AGAIN.reset(token)
-
-    Recompute(frame, AGAIN, around)
+    if place is not None and frame is not None and not Recompute.known(frame, PLACE):
+        Recompute(frame, PLACE, lambda: placed(place))
     return place
 
 

@@ -14,10 +14,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from dsp.embedded.core import AttentionCore, Distributed
 from dsp.embedded.grid import Grid
+from dsp.embedded.place import PlacedStage
 from dsp.embedded.ring import Ring
 from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
 from dsp.hardware import Hardware
+from dsp.house import install
 from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
 from dsp.overlap import overlap_of, refuse_overlap
@@ -26,7 +28,7 @@ from dsp.plan.solve import Goal
 from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.run.agreement import agree
-from dsp.run.parallel import FullRuntime, kind_of
+from dsp.run.parallel import kind_of
 from dsp.signature import Signature
 from dsp.stages import Stage, find_stages
 from dsp.wire import SAME, Wire, permitted
@@ -196,7 +198,9 @@ def parallelize(
         Signature(model, root, "the model")
     if axis.size > 1:
         cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))
-        FullRuntime(model, axis, stages, root, gather_output, overlap=cut).install()
+        for stage in stages:
+            stage.local = PlacedStage if stage.inside else None
+        install(model, axis, stages, root, gather_output, overlap=cut)
         for stage in stages:
             for inside in stage.inside:
                 if isinstance(inside, Distributed):

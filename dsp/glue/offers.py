@@ -18,7 +18,7 @@ from dsp.calls import GlueError, replaced
 from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.glue.local import LocalRule, frame_of
 from dsp.glue.sources import SourceWatch, source_offers
-from dsp.glue.traffic import traffic
+from dsp.glue.traffic import inner_collectives
 from dsp.layout import Axis, Cut
 from dsp.rules import Frame, Outcome
 from dsp.rules.functions import PRODUCTS, draws
@@ -79,7 +79,7 @@ class Combinations:
 
     @property
     def stuck(self) -> bool:
-        return (self.refusal is not None or any(o.nbytes for o in self.offers)) and not self.passes
+        return (self.refusal is not None or any(o.inner for o in self.offers)) and not self.passes
 
     def align(self) -> None:
         """Let operands be cut along the dims that others are, where they broadcast together."""
@@ -139,16 +139,16 @@ class Combinations:
         except GlueError as error:
             self.refusal, self.views = self.refusal or error, False
             return
-        nbytes, calls = traffic(node, needs, outcome, n)
+        inner = inner_collectives(node, needs, outcome, n)
         cut = outcome.cut
         self.views &= cut is not None and outcome.view
         batch = cut is not None and self.is_batch(cut)
-        self.passes |= cut is not None and not (nbytes or batch or cut.joined)
+        self.passes |= cut is not None and not (inner or batch or cut.joined)
         results = len(node.results) or MOST
         sizes = outcome.sizes or (outcome.size,) * results
         unchanged = runs_unchanged(frame, outcome) and all(last_parts(needs, node, n))
         local = None if unchanged else LocalRule(node, needs)
-        self.offers.append(Offer(needs, (cut,) * results, sizes, nbytes, calls, batch, local))
+        self.offers.append(Offer(needs, (cut,) * results, sizes, inner, batch, local))
 
     def is_batch(self, cut: Cut) -> bool:
         r = self.node.results

@@ -1,4 +1,4 @@
-"""The communication inside an operation on parts, as its offer states it to the planner."""
+"""The communication inside an operation on parts, as its offer states it: what each rank sends, forward and back."""
 
 from __future__ import annotations
 
@@ -6,28 +6,44 @@ import math
 from typing import Any
 
 from dsp.collectives import summed_in
-from dsp.core.record import Node
-from dsp.rules import Outcome
+from dsp.core.record import InnerCollective, InnerPart, Node
+from dsp.layout import Cut
+from dsp.rules import DealtRows, Outcome
 
 
-def traffic(node: Node, needs: Any, outcome: Outcome, n: int) -> tuple[int, int]:
-    """Bytes that the busiest rank sends inside, and calls."""
-    wide = [summed_in(t.dtype).itemsize for t in node.refs]
+def inner_collectives(node: Node, needs: Any, outcome: Outcome, n: int) -> tuple[InnerCollective, ...]:
+    """The collectives of an operation on `n` ranks, in order. needs: the cuts of its operands."""
     if outcome.numbers is not None:
-        return outcome.numbers.numel * max(wide) * (n - 1), 1
+        i, x = next((i, t) for i, (t, cut) in enumerate(zip(node.operands, needs)) if cut is not None)
+        each = (outcome.numbers.numel * summed_in(x.dtype).itemsize * (n - 1),) * n  # type: ignore[attr-defined]
+        return (InnerCollective("gather", "reduce_scatter", (InnerPart(each, each, operand=i),), early=True),)
     if outcome.cut is None:
         size = sum(math.prod(r.shape) * summed_in(r.dtype).itemsize for r in node.results)
-        return -(-2 * size * (n - 1) // n), 1
+        each = (-(-2 * size * (n - 1) // n),) * n
+        return (InnerCollective("all_reduce", "all_reduce", (InnerPart(each, each),)),)
     if outcome.deal is not None:
-        deal, x = outcome.deal.deal, node.operands[outcome.deal.operand]
-        there, _ = deal.traffic.sent(x.nbytes // deal.size)  # type: ignore[attr-defined]
-        rows = [node.results[i].nbytes // node.results[i].shape[outcome.cut.dim] for i in outcome.deal.results]
-        back = [deal.traffic.sent(row)[1] for row in rows]
-        return max(map(sum, zip(there, *back))), 1 + len(back)
-    sent = [0] * n
+        return dealt_rows(node, outcome.deal, outcome.cut)
+    parts = []
     for i, spans in outcome.rows.items():
-        if needs[i] is not None:
-            t: Any = node.operands[i]
-            for span in spans:
-                sent = [a + b for a, b in zip(sent, span.sent(t.shape, t.dtype.itemsize)[0])]
-    return max(sent), int(any(sent))
+        t: Any = node.operands[i]
+        for span in spans if needs[i] is not None else ():
+            there, back = span.sent(t.shape, t.dtype.itemsize)
+            parts.append(InnerPart(tuple(there), tuple(back), operand=i))
+    if not any(any(part.sent) for part in parts):
+        return ()
+    if len(parts) == len(node.results):  # each result is made of rows of its own
+        parts = [part._replace(result=k) for k, part in enumerate(parts)]
+    return (InnerCollective("rows", "rows", tuple(parts), early=True),)
+
+
+def dealt_rows(node: Node, dealing: DealtRows, cut: Cut) -> tuple[InnerCollective, ...]:
+    """The rows of an operand that are dealt to the ranks, and those of results that are sent back."""
+    traffic, x = dealing.deal.traffic, node.operands[dealing.operand]
+    if not traffic.travels:
+        return ()
+    there, back = traffic.sent(x.nbytes // dealing.deal.size)  # type: ignore[attr-defined]
+    parts = [InnerPart(tuple(there), tuple(back), operand=dealing.operand)]
+    for k in dealing.results:
+        back, there = traffic.sent(node.results[k].nbytes // node.results[k].shape[cut.dim])
+        parts.append(InnerPart(tuple(there), tuple(back), result=k))
+    return tuple(InnerCollective("rows", "rows", (part,), early=k == 0) for k, part in enumerate(parts))

@@ -64,6 +64,33 @@ def checkpoint_frame() -> None:
         assert private.checkpoint_frame() is None
 
 
+def checkpoint_frames() -> None:
+    """A checkpoint inside another one has two, which count what each saves; the outer one saves the inner's input."""
+    seen: list[list[tuple[Any, int]]] = []
+
+    def note() -> None:
+        seen.append([(frame, private.saved_in(frame)) for frame in private.checkpoint_frames()])
+
+    def inner(x: Tensor) -> Tensor:
+        note()
+        return x.exp()
+
+    def outer(x: Tensor) -> Tensor:
+        note()
+        y = checkpoint(inner, x.sin(), use_reentrant=False)
+        note()
+        return y
+
+    checkpoint(outer, torch.ones(3, requires_grad=True), use_reentrant=False)
+    first, within, after = seen
+    assert [len(frames) for frames in seen] == [1, 2, 1]
+    assert within[0][0] is first[0][0]
+    assert [count for _, count in within] == [2, 0], "the sine's input, and the inner checkpoint's"
+    assert [count for _, count in (*first, *after)] == [0, 2]
+    assert private.saved_in(within[1][0]) == 1
+    assert not private.checkpoint_frames()
+
+
 def unknown_checkpoints() -> None:
     def pack(x: Tensor) -> Tensor:
         return x
@@ -428,7 +455,8 @@ def tensors() -> None:
 
 ALONE = [
     modules, tensors,
-    checkpoint_frame, unknown_checkpoints, functions, backward_pass, after_backward, backward_node, leaf, passing,
+    checkpoint_frame, checkpoint_frames, unknown_checkpoints, functions, backward_pass, after_backward, backward_node,
+    leaf, passing,
     fake_tensors, dispatch_mode, function_modes, torch_function_can_be_disabled, storages, trees, batch_norms,
     dropouts, scripted,
     module_dicts, of_the_zoo, transforms, saving_hooks, compilers, slow(compiling),

@@ -13,7 +13,7 @@ LAYERS = """
 text private launch lines world notation planner messages formats wire hardware overlap
 tensors compile_off observers exchange legs routes packed collectives chunked pending sent rows deal count gradients
 layout sharded moves ops randomness methods signature stages known pipelines slices calls traits between
-rules core glue report plan run parallel check discovery embedded cluster_check
+rules core glue report plan run house parallel check discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
@@ -25,13 +25,13 @@ ROOMS = {
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
-    "core": """meter skeleton record carrier keys watch copies offers checkpoints inputs stage_calls recording run hooks
-        placement decide parallel""",
+    "core": """meter skeleton record backward carrier keys watch copies offers checkpoints inputs stage_calls recording
+        run hooks placement decide parallel""",
     "glue": "traffic local sources offers",
-    "report": "picture hidden table",
+    "report": "traffic picture hidden table",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
-    "embedded": "blocks pairs grid core ulysses low_rank ring tensor method timing",
+    "embedded": "blocks pairs grid place core ulysses low_rank ring tensor method timing",
 }
 FILES = sorted(HOME.rglob("*.py"))
 

@@ -7,7 +7,7 @@ from einops import rearrange, repeat
 from torch import nn
 
 from tests.support.oracles import Attention, diffusers, frame_table, randomise
-from zoo.video.latte import diffusers_names
+from zoo.video.latte_weights import diffusers_names
 
 DTYPES = [(torch.float64, 1e-9), (torch.float32, 1e-5)]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import zoo
@@ -24,8 +25,9 @@ from zoo.data.latent_folder import LatentFolder, video_of
 from zoo.training import UserError, export, initial
 from zoo.training import config as cfg
 from zoo.training.lora import plain_name
-from zoo.video import latte, tiny_encoders
+from zoo.video import hunyuan_weights, latte_weights, tiny_encoders
 from zoo.video.diffusion import euler
+from zoo.video.stdit_weights import open_sora_names
 
 SHORT = ["sample.every=0", "eval.every=0", "train.steps=2"]
 
@@ -118,13 +120,105 @@ def test_an_export_knows_what_its_model_predicts(run, capsys):
 class Toy:
     """As much of a task as a source of weights needs."""
 
-    def __init__(self, path, **overrides):
+    def __init__(self, path, name="latte", **overrides):
         self.config = cfg.defaults("digits")
         self.config.init.weights = str(path)
-        self.config.model.name, self.config.model.size, self.config.model.overrides = "latte", "test", overrides
+        self.config.model.name, self.config.model.size, self.config.model.overrides = name, "test", overrides
 
     def model(self):
-        return zoo.create("latte", "test", **self.config.model.overrides)
+        return zoo.create(self.config.model.name, "test", **self.config.model.overrides)
+
+
+@pytest.mark.parametrize("kind", ["Mine", "Wan"])
+def test_a_model_from_outside_is_not_exported(tmp_path, monkeypatch, kind):
+    """Whatever its class is called: an export names the model of the zoo that reads it back."""
+    name = f"outside_{kind.lower()}"
+    source = f"from zoo.video.wan import Config, Wan as Base\n\n\nclass {kind}(Base):\n    pass\n"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = {"hidden": 48, "depth": 1, "heads": 4, "mlp": 64, "caption_channels": 20}
+    monkeypatch.setattr(export, "weights_of", lambda path, averaged: zoo.create(f"{name}:{kind}", **sizes))
+    with pytest.raises(UserError, match=rf"^{kind} is not a model of the zoo, .*zoo\.load\(RUN\)\.model"):
+        export.export(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# of Open-Sora 1.2 on its hub, at a tiny size
+OPEN_SORA = {
+    "_name_or_path": "hpcai-tech/OpenSora-STDiT-v3", "architectures": ["STDiT3"], "caption_channels": 20,
+    "class_dropout_prob": 0.1, "depth": 2, "drop_path": 0.0, "enable_flash_attn": True, "hidden_size": 48,
+    "in_channels": 4, "input_size": [None, None, None], "input_sq_size": 256, "mlp_ratio": 4.0, "model_max_length": 300,
+    "model_type": "STDiT3", "num_heads": 4, "only_train_temporal": False, "patch_size": [1, 2, 2], "pred_sigma": True,
+    "qk_norm": True, "skip_y_embedder": False,
+}  # fmt: skip
+
+
+def test_weights_of_open_sora_begin_a_run_beside_their_config(tmp_path):
+    torch.manual_seed(0)
+    model = zoo.create("stdit", "test", input_sq_size=256)
+    state = {"y_embedder.y_embedding": torch.randn(300, 20)}
+    for name, value in model.state_dict().items():
+        names = open_sora_names(name, "v3")
+        state |= {n: part.clone() for n, part in zip(names, value.chunk(len(names)))}
+    state["x_embedder.proj.weight"] = state["x_embedder.proj.weight"].reshape(-1, 4, 1, 2, 2)
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(OPEN_SORA))
+    found = initial.source(Toy(tmp_path, "stdit", input_sq_size=256))
+    assert same(found.state_dict(), model.state_dict())
+    # not in the weights: the side of the frames that positions are stretched over
+    with pytest.raises(UserError, match=r"of a model with input_sq_size=256 \(configured: 512\)"):
+        initial.source(Toy(tmp_path, "stdit"))
+    for changes, message in (
+        ({"qk_norm": False}, "qk_norm=False in the Open-Sora config: STDiT v3 has True"),
+        (
+            {"model_type": "PixArt"},
+            "is of a PixArt, and model.name=stdit takes weights of STDiT, STDiT2, STDiT3, an ex",
+        ),
+        ({"zoo": "latte", "config": {}}, "is of a latte, and model.name=stdit"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(OPEN_SORA | changes))
+        with pytest.raises(UserError, match=re.escape(message)):
+            initial.source(Toy(tmp_path, "stdit", input_sq_size=256))
+
+
+@pytest.mark.parametrize("overrides", [{}, {"in_channels": 9, "condition_channels": 5, "guidance": False}])
+def test_a_folder_of_diffusers_hunyuan_begins_a_run(tmp_path, overrides):
+    pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = zoo.create("hunyuan", "test", **overrides)
+    hunyuan_weights.to_diffusers(model).save_pretrained(tmp_path)
+    assert same(initial.source(Toy(tmp_path, "hunyuan", **overrides)).state_dict(), model.state_dict())
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for changes, message in (
+        ({"rope_axes_dim": [8, 12, 12]}, "rope_axes_dim=[8, 12, 12] in the diffusers config: HunyuanVideo has (4, 14,"),
+        ({"image_condition_type": "token_replace"}, "HunyuanVideo takes an image as further channels"),
+        (
+            {"num_attention_heads": 1, "attention_head_dim": 96, "rope_axes_dim": [12, 42, 42]},
+            "heads=1 (configured: 3)",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(settings | changes))
+        with pytest.raises(UserError, match=re.escape(message)):
+            initial.source(Toy(tmp_path, "hunyuan", **overrides))
+
+
+def test_a_config_that_says_no_more_than_the_weights_is_not_read(tmp_path):
+    """The config.json beside a published Mamba on a hub, whose mixers and norms begin a run."""
+    torch.manual_seed(0)
+    options = {"bidirectional": False, "head_dim": 64}
+    model = zoo.create("st_mamba", "test", **options)
+    layers = [{"norm.weight": b.norms[0].weight, **b.mixers[0].state_dict(prefix="mixer.")} for b in model.running()]
+    state = {
+        f"backbone.layers.{i}.{name.replace('ahead.', '')}": value.detach().clone()
+        for i, layer in enumerate(layers) for name, value in layer.items()
+    }  # fmt: skip
+    for name in [name for name in state if name.endswith("conv1d.weight")]:
+        state[name] = state[name][:, None]
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 48}))
+    found = initial.source(Toy(tmp_path, "st_mamba", **options))
+    assert same(found.spatial[0].mixers[0].state_dict(), model.spatial[0].mixers[0].state_dict())
+    assert same(found.temporal[1].mixers[0].state_dict(), model.temporal[1].mixers[0].state_dict())
 
 
 def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
@@ -179,7 +273,7 @@ def test_a_folder_of_clips_to_a_tuned_latte_of_diffusers(tmp_path, monkeypatch):
     tiny_encoders.save_autoencoder(Path("LATTE/vae"))
     tiny_encoders.save_text_encoder(Path("LATTE"), channels=16)
     torch.manual_seed(0)
-    begun = latte.to_diffusers(zoo.create("latte", "T2V", **small))
+    begun = latte_weights.to_diffusers(zoo.create("latte", "T2V", **small))
     begun.save_pretrained("LATTE/transformer", safe_serialization=True)
 
     commands = next(text for text in page if "encode clips" in text).splitlines()
@@ -269,6 +363,8 @@ def test_wan_to_diffusers_and_back(trainer, tmp_path):
     wan = "{name: wan, size: test, overrides: {in_channels: 1, caption_channels: 26}}"
     runs = Runs(trainer, tmp_path, re.sub(r"model: .*", f"model: {wan}", TINY))
     first = runs("name=first", *SHORT, "sample.guidance=1")
+    (first / "export").mkdir()  # with what is left of an earlier export, which was in shards
+    (first / "export/diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}')
     assert export.main([str(first), "--layout", "diffusers"]) == 0
     theirs = diffusers.WanTransformer3DModel.from_pretrained(first / "export")
     second = runs("name=second", *SHORT, "sample.guidance=1", f"init.weights={first / 'export'}", "optim.lr=0")

@@ -261,6 +261,10 @@ def test_other_models(run, capsys, model):
         (["model.overrides.version=v1"], "need a model that accepts given, noise-free frames"),
         (["sample.every=1"], "sample.every=1: there is not there: no such folder"),
         (["model={name: latte, size: test, overrides: {conditioning: class, in_channels: 2}}"], "has no classes"),
+        (
+            ["model={name: wan, size: test, overrides: {in_channels: 5, condition_channels: 3, caption_channels: 6}}"],
+            "3 of the 5 channels of model wan are an image and its mask, which no data here has",
+        ),
     ],
 )
 def test_errors_are_one_message(run, capsys, arguments, message):

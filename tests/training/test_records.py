@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zoo.data import limits
+from zoo import files
 from zoo.training import UserError, records
 from zoo.training.records import append, cut_metrics, naming, read_metrics
 
@@ -69,9 +69,9 @@ def test_long_texts_of_little_but_brackets_are_refused():
     """Each of them would take many times what an honest text takes: a million objects in three megabytes."""
     for text in ("[" + "{}," * 30_000 + "{}]", b"{" + b'"a":1,' * 20_000 + b'"a":1}', "[" * 70_000):
         with pytest.raises(ValueError, match="too many names"):
-            limits.parse_json(text)
-    assert len(limits.parse_json("[" + "{}," * 1000 + "{}]")) == 1001
-    assert len(limits.parse_json("[" + "1.25," * 30_000 + "1.25]")) == 30_001
+            files.parse_json(text)
+    assert len(files.parse_json("[" + "{}," * 1000 + "{}]")) == 1001
+    assert len(files.parse_json("[" + "1.25," * 30_000 + "1.25]")) == 30_001
 
 
 def test_mutations(tmp_path):

@@ -36,9 +36,9 @@ from tests.support.oracles import (
 )  # fmt: skip
 from tests.support.refusals import refused
 from tests.support.slow import slow
-from zoo.video import hunyuan, wan
+from zoo.video import hunyuan_weights, wan_weights
 from zoo.video.axial import AXES
-from zoo.video.latte import Latte, diffusers_names
+from zoo.video.latte_weights import diffusers_names, from_diffusers
 
 
 def inputs(dtype, batch, frames, height, width, channels=3):
@@ -342,7 +342,7 @@ def latte_with_text(given, sample_size=8, masked=True):
         mask[1:] &= dtype is torch.float32
         bias = repeat((~mask).to(dtype) * -10000, "b l -> (b t) 1 l", t=given.frames)
     return (
-        Latte.from_diffusers(oracle.state_dict(), oracle.config), oracle, diffusers_names,
+        from_diffusers(oracle.state_dict(), oracle.config), oracle, diffusers_names,
         lambda model, x: model(x, given.timestep, context=given.context, context_mask=mask),
         lambda oracle, x: oracle(x, given.timestep, given.context, bias).sample,
     )  # fmt: skip
@@ -378,7 +378,7 @@ def wan_of(given, heads=4, frame_times=False, **image):
         tokens = times.repeat_interleave(given.x[0, 0, 0].numel() // 4, dim=1)
     padded = context * mask[..., None]  # as WanPipeline pads short captions
     return (
-        model, theirs, wan.diffusers_names,
+        model, theirs, wan_weights.diffusers_names,
         lambda model, x: model(x, times, context=context, context_mask=mask.expand(len(x), -1), **told),
         lambda theirs, x: theirs(x, tokens, padded, **asked).sample,
     )  # fmt: skip
@@ -407,7 +407,7 @@ def hunyuan_of(given, **options):
     guidance = torch.tensor([6000.0, 1000.0])[:batch] if model.config.guidance else None
     more = torch.randn(batch, 6, dtype=dtype), guidance
     return (
-        model, theirs, hunyuan.diffusers_names,
+        model, theirs, hunyuan_weights.diffusers_names,
         lambda model, x: model(x, given.timestep, given.context, given.mask, *more),
         lambda theirs, x: theirs(x, given.timestep, given.context, given.mask.int(), *more).sample,
     )  # fmt: skip
@@ -469,7 +469,7 @@ def test_outputs_and_every_gradient_are_those_of_diffusers(build, args, options,
     ],
 )  # fmt: skip
 def test_parameters_of_published_sizes_are_those_of_diffusers(name, size):
-    module = {"wan": wan, "hunyuan": hunyuan}[name]
+    module = {"wan": wan_weights, "hunyuan": hunyuan_weights}[name]
     with torch.device("meta"):
         model = zoo.create(name, size)
         c = model.config
@@ -489,7 +489,7 @@ def test_parameters_of_published_sizes_are_those_of_diffusers(name, size):
 
 def latte_weights(state, **changes):
     config = {**text_oracle(frames=3, layers=1).config, **changes}
-    return Latte.from_diffusers(state, None if "config" in changes else config)
+    return from_diffusers(state, None if "config" in changes else config)
 
 
 SOURCES = {
@@ -536,10 +536,10 @@ def test_diffusers_takes_a_model_back(name, options):
     model = zoo.create(name, "test", **options)
     randomise(model)
     if name == "wan":
-        theirs = wan.to_diffusers(model)
-        again = wan.from_diffusers(theirs.state_dict(), theirs.config)
+        theirs = wan_weights.to_diffusers(model)
+        again = wan_weights.from_diffusers(theirs.state_dict(), theirs.config)
     else:
-        again = hunyuan.from_reference(hunyuan.to_diffusers(model).state_dict())
+        again = hunyuan_weights.from_reference(hunyuan_weights.to_diffusers(model).state_dict())
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))
 
@@ -547,15 +547,15 @@ def test_diffusers_takes_a_model_back(name, options):
 def test_latte_is_read_from_a_folder_of_diffusers(tmp_path):
     oracle = text_oracle(frames=3, layers=1)
     oracle.save_pretrained(tmp_path)
-    model = Latte.from_diffusers(tmp_path)
+    model = from_diffusers(tmp_path)
     assert (model.config.depth, model.config.learn_sigma) == (2, True)
-    again = Latte.from_diffusers(tmp_path / "diffusion_pytorch_model.safetensors", tmp_path / "config.json")
+    again = from_diffusers(tmp_path / "diffusion_pytorch_model.safetensors", tmp_path / "config.json")
     given = model.example_inputs(frames=3)
     out = model(**given)
     assert out.std() > 0.1
     assert torch.equal(out, again(**given))
     (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
-    refused(r"holds no \.safetensors", Latte.from_diffusers, tmp_path)
+    refused(r"has no diffusion_pytorch_model\.safetensors", from_diffusers, tmp_path)
 
 
 def test_an_empty_caption_is_a_text_of_nothing():

@@ -27,8 +27,8 @@ from tests.golden.rule import digest, draw, weight
 from tests.support.paths import GOLDEN
 from tests.support.refusals import refused
 from zoo import layers
-from zoo.video.latte import official_names
-from zoo.video.stdit import open_sora_names
+from zoo.video.latte_weights import official_names
+from zoo.video.stdit_weights import open_sora_names
 
 LATTE, AXIAL, STDIT = (json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("latte", "axial", "stdit"))
 

@@ -12,7 +12,8 @@ import zoo
 from tests.support.oracles import agree, copy_weights, randomise
 from tests.support.refusals import refused
 from tests.support.scan_oracles import all_in_float64
-from zoo.video.mamba import Mamba1, Mamba1Direction, Mamba2, mixer_from_reference, reference_names
+from zoo.video.mamba import Mamba1, Mamba1Direction, Mamba2
+from zoo.video.mamba_weights import mixer_from_reference, reference_names
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.support.clips import played
 from tests.support.refusals import refused
-from zoo.pictures import GAP, GREY, LINE, LINES, save_gif, save_mp4, tile, title
+from zoo.pictures import GAP, GREY, LINE, LINES, _wrapped, save_gif, save_mp4, tile, title
 
 
 def smooth(n, c, t, h, w):
@@ -108,3 +108,25 @@ def test_titles_stand_under_the_clips(tmp_path):
 def test_what_a_title_has_no_room_for_is_cut_off():
     assert title(["word " * 30], 40).shape == (1, LINES * LINE, 40)
     assert torch.equal(title(["a" * 30], 40), title(["a" * 40], 40))
+
+
+def test_a_long_title_takes_few_measurements():
+    """Also a word of 100,000 letters, and as many words; the lines are those of cutting letter after letter."""
+
+    def lines(text: str, width: int) -> tuple[list[str], int]:
+        measured: list[str] = []
+
+        def fits(line: str) -> bool:
+            measured.append(line)
+            return len(line) <= width
+
+        return _wrapped(text, fits), len(measured)
+
+    for text in ("a" * 100_000, "a " * 50_000, "ab " + "a" * 100_000):
+        assert lines(text, 20)[1] < 120
+        assert all(len(line) <= 20 for line in lines(text, 20)[0])
+    assert lines("one two three four five six seven", 9)[0] == ["one two", "three", "four five", "six seven"]
+    assert lines("one two three four five six seven eight", 9)[0] == ["one two", "three", "four five", "six seve…"]
+    assert lines("abcdefghij kl", 5)[0] == ["abcd…", "kl"]
+    assert lines("abc", 0)[0] == ["…"]
+    assert lines("", 5)[0] == [""]

@@ -26,7 +26,7 @@ from tests.support.refusals import refused
 from tests.support.slow import long, slow
 from zoo.training import UserError
 from zoo.video.codec import TextEncoder
-from zoo.video.stdit import open_sora_names
+from zoo.video.stdit_weights import open_sora_names
 from zoo.video.tiny_encoders import PIPELINES, save_pipeline
 
 diffusers = pytest.importorskip("diffusers")
@@ -171,7 +171,7 @@ def open_sora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state["x_embedder.proj.weight"] = state["x_embedder.proj.weight"].reshape(-1, 4, 1, 2, 2)
     (folder / "transformer").mkdir()
     save_file(state, folder / "transformer" / "model.safetensors")
-    (folder / "transformer" / "config.json").write_text(json.dumps({"model_type": "STDiT3"}))
+    (folder / "transformer" / "config.json").write_text(json.dumps({"model_type": "STDiT3", "input_sq_size": 256}))
     return folder
 
 
@@ -182,7 +182,7 @@ def test_open_sora_is_sampled_as_it_samples(open_sora: Path) -> None:
     )  # fmt: skip
     (text,) = TextEncoder.load(open_sora).encode(["a boat"])
     state = load_file(open_sora / "transformer/model.safetensors")
-    model = zoo.from_reference("stdit", state)
+    model = zoo.from_reference("stdit", state, input_sq_size=256)
     z = torch.randn(1, 4, 5, 8, 12, generator=torch.Generator().manual_seed(7))
     told = {name: torch.tensor([value]) for name, value in (("height", 32.0), ("width", 48.0), ("fps", 12.0))}
     ratio = (5 * 8 * 12 / 4096) ** 0.5
@@ -243,6 +243,22 @@ def test_invalid_sampling_options_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_variant_of_the_weights_is_read_in_the_parts_that_have_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["wan"], tmp_path / "wan")
+    stem = folder / "transformer/diffusion_pytorch_model"
+    plain, half = stem.with_suffix(".safetensors"), stem.with_suffix(".fp16.safetensors")
+    save_file({name: value + 1 for name, value in load_file(plain).items()}, half)
+    weights = []
+    for variant in (None, "fp16"):
+        pipe = zoo.pipeline(folder, dtype="fp32", variant=variant)
+        weights.append([*pipe.published.models[0].parameters()])
+        pipe.close()
+    for a, b in zip(*weights):
+        torch.testing.assert_close(b, a + 1)
+    with pytest.raises(UserError, match=r"has no diffusion_pytorch_model.safetensors.index.bf16.json or "):
+        zoo.pipeline(folder, variant="bf16")
+
+
 def test_damaged_pipelines_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     def damaged(change: Any, said: str) -> None:
         shutil.rmtree(tmp_path / "there", ignore_errors=True)
@@ -256,7 +272,8 @@ def test_damaged_pipelines_are_refused(folders: dict[str, Path], tmp_path: Path)
         ({"_class_name": "FluxTransformer2DModel"}, "a FluxTransformer2DModel; known here: Wan"),
         ({"qk_norm": None}, "qk_norm=None in the diffusers config: Wan has 'rms_norm_across_heads'"),
         ({"num_layers": 3}, "these weights are of another model; missing: blocks.2."),
-        ({"num_attention_heads": None}, "config.json: TypeError"),
+        ({"num_attention_heads": None}, "config.json of a WanTransformer3DModel has a value of another type"),
+        ({"num_layers": "2"}, "has a value of another type: depth is '2'"),
     ):
         damaged(lambda home, changes=changes: (home / config).write_text(json.dumps(named | changes)), said)
     damaged(lambda home: (home / config).write_text("{"), "config.json: damaged")

@@ -23,10 +23,10 @@ from zoo.protein.structure import (
     StructureModule,
     backbone,
     frames_of,
-    from_reference,
     lddt_of_residues,
     rotation_of,
 )
+from zoo.protein.structure_weights import from_reference
 from zoo.training.show.protein import bonded
 from zoo.training.tasks.protein import structure_inputs
 

@@ -12,8 +12,10 @@ cells, l tokens, e channels of the text.
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -23,9 +25,9 @@ import torch
 from torch import Tensor
 
 from zoo.data.file_records import FileRecords
-from zoo.data.limits import parse_json, read_bytes, read_json
 from zoo.data.progress import counted
 from zoo.data.sampling import frame_range
+from zoo.files import fits, parse_json, read_bytes, read_json, regular
 
 __all__ = ["Entry", "LatentError", "Latents", "Manifest", "Writer", "encoded", "read_manifest", "write_manifest"]
 
@@ -94,7 +96,14 @@ def read_manifest(folder: Path) -> Manifest:
         if found.pop("format") != FORMAT:
             raise LatentError(f"{path}: of another version of this package; encode the clips again")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-        return Manifest(**values)
+        manifest = Manifest(**values)
+        for name, hint in typing.get_type_hints(Manifest).items():
+            value = getattr(manifest, name)
+            counts = value if isinstance(value, tuple) else (value,)
+            least = 1 if name in ("channels", "factor", "text_channels", "text_length") else -math.inf
+            if not fits(value, hint) or any(not least <= n < math.inf for n in counts if not isinstance(n, str)):
+                raise ValueError(f"{name} is {value!r}")
+        return manifest
     except FileNotFoundError:
         if not folder.is_dir():
             raise LatentError(f"no such folder: {folder}") from None
@@ -118,7 +127,7 @@ def encoded(folder: Path) -> list[Entry]:
     entries: dict[str, Entry] = {}
     for path in _shards(folder, "opening shards"):
         try:
-            with safe_open(path, "pt") as shard:
+            with safe_open(regular(path), "pt") as shard:
                 header, names = shard.metadata() or {}, set(shard.keys())
                 clips = [_entry(clip, path.name, i) for i, clip in enumerate(parse_json(header["clips"]))]
                 for clip in clips if names == _names(clips) else ():
@@ -191,8 +200,8 @@ class Latents:
         self.files.check(self.folder / entry.shard)
         if entry.shard not in self._open:
             try:
-                self._open[entry.shard] = safe_open(self.folder / entry.shard, "pt")
-            except (SafetensorError, OSError) as error:
+                self._open[entry.shard] = safe_open(regular(self.folder / entry.shard), "pt")
+            except (SafetensorError, OSError, ValueError) as error:
                 raise LatentError(f"{self.folder / entry.shard}: gone or damaged since the start ({error})") from None
         return self._open[entry.shard]
 
@@ -294,7 +303,7 @@ def _verify(path: Path) -> None:
     from safetensors import safe_open
 
     found, strange = hashlib.sha256(), []
-    with safe_open(path, "pt") as shard:
+    with safe_open(regular(path), "pt") as shard:
         header = shard.metadata() or {}
         for name in sorted(shard.keys()):  # one at a time
             tensor = shard.get_tensor(name)

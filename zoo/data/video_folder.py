@@ -27,6 +27,8 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_PIXELS, MOST_ASPECT, LONGEST_FRAME = 1 << 26, 20, 3600.0  # limits of a frame: pixels, ratio of sides, seconds
+HD = 720  # lines from which on players take BT.709 for the colours of a video that does not name them
+_UNTAGGED = 2  # the number of H.273 for colours that are not named
 SUFFIXES = (".mp4", ".webm", ".gif", ".mkv", ".mov", ".m4v", ".avi")
 
 log = logging.getLogger(__name__)
@@ -375,7 +377,11 @@ def _pixels(frame: Any, height: int, width: int, top: float, left: float) -> tor
     if rows * columns > MOST_PIXELS:
         raise VideoError(f"it is {sizes[0]} x {sizes[1]} pixels: too narrow for {height} x {width}")
     stored = (columns, rows) if turns % 2 else (rows, columns)
-    pixels = frame.to_ndarray(format="rgb24", height=stored[0], width=stored[1], interpolation="BICUBIC")
+    untagged_hd = frame.colorspace == _UNTAGGED and frame.height >= HD  # BT.601 is the decoder's guess for all others
+    pixels = frame.to_ndarray(
+        format="rgb24", height=stored[0], width=stored[1], interpolation="BICUBIC",
+        src_colorspace="ITU709" if untagged_hd else None,
+    )  # fmt: skip
     image = torch.from_numpy(pixels).rot90(turns)
     y, x = round(top * (rows - height)), round(left * (columns - width))
     return image[y : y + height, x : x + width]

@@ -95,7 +95,8 @@ class PairMask(nn.Module):
 class Recycle(nn.Module):
     """Add the previous pass's x, normed and, in AlphaFold 3, projected; in the first pass the previous x is zero.
 
-    AF2 algorithm 32 without distances (nothing here predicts coordinates); AF3 algorithm 1, lines 8 and 11.
+    AF2 algorithm 32 without distances: the structure that a pass predicts is no input of the next; AF3 algorithm 1,
+    lines 8 and 11.
     """
 
     def __init__(self, dim: int, version: int):

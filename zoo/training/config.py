@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dsp import Route
 from dsp.overlap import overlap_of
 from dsp.wire import Wire
-from zoo.data.limits import read_bytes
+from zoo.files import read_bytes
 from zoo.training import UserError, complete, one_line, user_error, values
 from zoo.training.parts import TASKS, Parts
 from zoo.training.sections import (

@@ -88,26 +88,33 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
     frames: latent frames of the clips that diffusers' model takes.
     """
     model = weights_of(path, averaged)
+    name = zoo.registry.name_of(model)
+    if name is None:
+        raise UserError(
+            f"{type(model).__name__} is not a model of the zoo, so an export could not be read back: save its weights "
+            "in Python, from zoo.load(RUN).model"
+        )
     out.mkdir(parents=True, exist_ok=True)
     objective = objective_of(path)
     if layout == "diffusers" and objective.get("prediction") == "clean":
         raise UserError("this run was trained with objective.prediction=clean, which diffusers' samplers do not know")
     if layout == "diffusers":
-        convert = getattr(sys.modules[type(model).__module__], "to_diffusers", None)
+        convert = getattr(zoo.registry.weights_module(name), "to_diffusers", None)
         if convert is None:
             raise UserError(f"diffusers has no model for {type(model).__name__}: export it with --layout safetensors")
-        user_error(convert, model, frames, prefix="export: ").save_pretrained(out, safe_serialization=True)
+        module = user_error(convert, model, frames, prefix="export: ")
+        # of an earlier export in shards: it would be read, and not the new file
+        (out / "diffusion_pytorch_model.safetensors.index.json").unlink(missing_ok=True)
+        module.save_pretrained(out, safe_serialization=True)
         return _shared(sorted(file for file in out.iterdir() if file.is_file()))
     try:
         from safetensors.torch import save_file
     except ImportError:
         raise UserError("export needs a package: pip install safetensors") from None
-    places = {place: name for name, place in zoo.registry.MODELS.items()}
-    name = places[f"{type(model).__module__}:{type(model).__name__}"]
     written = [out / "model.safetensors", out / "config.json"]
-    save_file({name: value.contiguous().clone() for name, value in model.state_dict().items()}, written[0])
-    told = {"zoo": name, "config": _plain(asdict(model.config)), "objective": objective}
-    written[1].write_text(json.dumps(told, indent=1) + "\n")
+    save_file({key: value.contiguous().clone() for key, value in model.state_dict().items()}, written[0])
+    description = {"zoo": name, "config": _plain(asdict(model.config)), "objective": objective}
+    written[1].write_text(json.dumps(description, indent=1) + "\n")
     return _shared(written)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.data.limits import read_json
+from zoo.files import read_json
 from zoo.training import UserError
 from zoo.training.console import command
 

@@ -1,10 +1,9 @@
 """The weights that a run begins with: drawn, or those of a file.
 
 init.weights=model.safetensors       what zoo.training.export wrote, or weights under their publisher's names
-init.weights=Latte-1/                a folder of such files, or one of diffusers, with its config.json
+init.weights=Latte-1/                a folder of such a file, or one of diffusers, with its config.json
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 import zoo
-from zoo.data.limits import read_json
+from zoo.files import read_table
 from zoo.reference import read_safetensors
 from zoo.training import UserError, user_error
 from zoo.training.lora import plain_name
@@ -33,13 +32,14 @@ def source(task: Task) -> nn.Module:
         return model
     ours = {plain_name(name): name for name in model.state_dict() if plain_name(name)}
     state = read(Path(path))
-    told = user_error(description, Path(path), model, prefix="init.weights: ")
+    options = task.config.model
+    settings = user_error(description, Path(path), options.name, prefix="init.weights: ")
+    refuse_other(task.config, settings, model)
     if state.keys() != ours.keys():
-        options = task.config.model
-        known = {**options.overrides, **{k: v for k, v in told.items() if k in ASKED}}
-        other: Any = user_error(zoo.from_reference, options.name, state, **known, prefix=f"init.weights={path}: ")
-        state, told = other.state_dict(), asdict(other.config)
-    refuse_other(task.config, told, model)
+        settings = {**options.overrides, **settings}
+        other: Any = user_error(zoo.from_reference, options.name, state, **settings, prefix=f"init.weights={path}: ")
+        state = other.state_dict()
+        refuse_other(task.config, asdict(other.config), model)
     refuse_other_prediction(task.config)
     current = model.state_dict()
     if wrong := [name for name, mine in ours.items() if state[name].shape != current[mine].shape]:
@@ -47,9 +47,6 @@ def source(task: Task) -> nn.Module:
         raise UserError(f"init.weights={path}: {len(wrong)} tensors have another shape, such as {wrong[0]}: {shapes}")
     model.load_state_dict({mine: state[name] for name, mine in ours.items()}, strict=False)
     return model
-
-
-ASKED = ("heads", "sample_size")  # settings that the shapes of published weights do not determine
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -65,29 +62,32 @@ def read(path: Path) -> dict[str, Tensor]:
         raise UserError(f"init.weights={path}: not readable as safetensors: {error}") from None
 
 
-def description(path: Path, model: Any) -> dict[str, Any]:
-    """The settings of a model by the config.json next to its weights; {} if there is none.
+def description(path: Path, name: str) -> dict[str, Any]:
+    """The settings of a model of the zoo by the config.json next to its weights; {} if none has to be read.
 
     ValueError: the config.json is of another model.
     """
     folder = path.parent if path.is_file() else path / "transformer" if (path / "transformer").is_dir() else path
-    found = _settings(folder / "config.json")
-    if not found:
+    if not (folder / "config.json").exists():
         return {}
+    found = read_table(folder / "config.json")
     if "zoo" in found:
-        return dict(found["config"])
-    convert = getattr(sys.modules[type(model).__module__], "diffusers_config", None)
-    if convert is None or "_class_name" not in found:
-        raise ValueError(f"{folder / 'config.json'} is not the configuration of a {type(model).__name__}")
-    return asdict(convert(found))
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    """The settings in a config.json; {} if there is none. ValueError: it is no JSON object, or not a file."""
-    settings = read_json(file, 1 << 20) if file.exists() else {}
-    if not isinstance(settings, dict):
-        raise ValueError(f"{file}: expected a JSON object")
-    return settings
+        if found["zoo"] != name:
+            raise ValueError(f"{folder / 'config.json'} is of a {found['zoo']}, and model.name={name}")
+        if not isinstance(found.get("config"), dict):
+            raise ValueError(f"{folder / 'config.json'} names a model of the zoo, but has no table config")
+        return found["config"]
+    published = zoo.registry.weights_module(name)
+    if published is not None and not hasattr(published, "CLASSES"):
+        return {}  # the weights themselves determine every setting
+    readable = getattr(published, "CLASSES", ())
+    kind = found.get("_class_name") or found.get("model_type") or "model that is not named"
+    if kind not in readable:
+        raise ValueError(
+            f"{folder / 'config.json'} is of a {kind}, and model.name={name} takes weights of "
+            f"{', '.join([*readable, 'an export of zoo.training.export'])}"
+        )
+    return asdict(published.published_config(found))
 
 
 def refuse_described(task: Task) -> None:
@@ -96,7 +96,7 @@ def refuse_described(task: Task) -> None:
     if path is not None:
         with torch.device("meta"):
             model = zoo.create(options.name, options.size, **options.overrides)
-        refuse_other(task.config, description(Path(path), model), model)
+        refuse_other(task.config, description(Path(path), options.name), model)
 
 
 def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
@@ -116,9 +116,11 @@ def refuse_other(config: Any, theirs: Mapping[str, Any], model: Any) -> None:
 def refuse_other_prediction(config: Any) -> None:
     """Raise a UserError if the model of an export, of the same objective, predicts something else than configured."""
     path, ours = Path(config.init.weights), getattr(config.objective, "predicts", None)
-    objective = _settings((path.parent if path.is_file() else path) / "config.json").get("objective", {})
+    file = (path.parent if path.is_file() else path) / "config.json"
+    objective = user_error(read_table, file).get("objective") if file.exists() else None
+    objective = objective if isinstance(objective, dict) else {}
     theirs = objective.get("prediction")
-    if ours and theirs and ours != theirs and objective["name"] == config.objective.name:
+    if ours and theirs and ours != theirs and objective.get("name") == config.objective.name:
         raise UserError(
             f"init.weights={path} were trained with objective.prediction={theirs} (configured: {ours}). "
             f"Write objective: {{prediction: {theirs}}}"

@@ -62,6 +62,7 @@ class Pipeline:
         shift: float | None = None,
         branches: bool = False,
         wire: str = "same",
+        variant: str | None = None,
     ):
         if dtype not in (None, *DTYPES):
             raise UserError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -72,9 +73,9 @@ class Pipeline:
             self.device = opened.enter_context(ranks.process_group())
             kind = DTYPES[dtype] if dtype else None
             self.published: Published = user_error(
-                published.read, self.folder, dtype=kind, sampler=scheduler, shift=shift
+                published.read, self.folder, dtype=kind, sampler=scheduler, shift=shift, variant=variant
             )
-            self.codec: Any = user_error(Autoencoder.load, self.folder)
+            self.codec: Any = user_error(Autoencoder.load, self.folder, variant=variant)
             if self.codec.channels != self.published.channels:
                 raise UserError(
                     f"{self.folder}: its transformer draws {self.published.channels} latent channels, and its vae has "
@@ -176,7 +177,8 @@ class Pipeline:
 
     def _captions(self, options: Namespace) -> Prompt:
         if self.text is None:
-            self.text = TextEncoder.load(self.folder, dtype=self._dtype(), length=self.published.length)
+            length, variant = self.published.length, self.published.variant
+            self.text = TextEncoder.load(self.folder, dtype=self._dtype(), length=length, variant=variant)
         negative = options.negative_prompt if options.guidance != 1 else None
         self.text.module.to(self.device)
         try:
@@ -248,6 +250,7 @@ def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     family, _ = user_error(published.family_of, folder)
     arguments(parser, family, Path("samples") / folder.resolve().name)
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the transformers (what they are published for)")
+    parser.add_argument("--variant", help="of the weights: fp16 reads *.fp16.safetensors (those without a variant)")
     parser.add_argument("--scheduler", help="another class of diffusers' schedulers, with the folder's settings")
     parser.add_argument("--shift", type=float, help="of the scheduler's noise levels (the folder's)")
     parser.add_argument("--branches", action="store_true", help="guidance's two predictions by half of the ranks each")
@@ -255,7 +258,7 @@ def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     options = parser.parse_args(given)
     pipe = Pipeline(
         folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift, branches=options.branches,
-        wire=options.wire,
+        wire=options.wire, variant=options.variant,
     )  # fmt: skip
     before, size = set(options.out.glob("*")), f"{options.frames} frames of {options.height} x {options.width}"
     try:

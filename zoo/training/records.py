@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zoo.data.limits import parse_json, read_bytes
+from zoo.files import parse_json, read_bytes
 from zoo.pictures import whole_file
 from zoo.training import UserError
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from zoo.data.limits import read_bytes
+from zoo.files import read_bytes
 from zoo.training import UserError, user_error
 from zoo.training.charts import Chart, Curve, draw
 from zoo.training.config import saved

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from zoo.data.limits import read_json
+from zoo.files import read_json
 from zoo.training import UserError, one_line
 from zoo.training.config import Config, flattened, saved, to_dict, to_yaml
 from zoo.training.owner import Owner

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from zoo.data.limits import read_bytes
-from zoo.data.limits import read_json as _read_json
+from zoo.files import open_file, read_bytes
+from zoo.files import read_json as _read_json
 from zoo.training import one_line
 
 FORMAT = 1
@@ -142,6 +142,6 @@ def check_state(path: Path, step: int) -> dict[str, Any]:
 
 
 def digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         return {"size": file.tell(), "sha256": found}

@@ -1,7 +1,6 @@
 """The clips to encode: the captioned videos of a folder, cut into clips and assigned to the requested sizes."""
 
 import csv
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +12,11 @@ from pathlib import Path
 from zoo.data.buckets import Bucket
 from zoo.data.progress import counted
 from zoo.data.video_folder import Video, files, probe, slack, source_frame
+from zoo.files import parse_json, read_bytes
 
 __all__ = ["Bucket", "ClipError", "Source", "captions", "choose", "cut", "sources"]
 
+MOST = 1 << 32  # bytes of a table of captions
 NAMES, TEXTS = ("path", "file", "file_name", "video"), ("text", "caption", "prompt")  # columns of a table of captions
 
 
@@ -131,25 +132,33 @@ def _length(video: Video, fps: float | None) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text("utf-8-sig")
+        return read_bytes(path, MOST).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ClipError(f"{path}: not UTF-8 text: {error}") from None
     except OSError as error:
         raise ClipError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ClipError(str(error)) from None
 
 
 def _rows(table: Path) -> Iterator[tuple[int, str, str]]:
     """(line, file, caption) of each row of a table."""
-    rows: list[tuple[int, dict[str, str]]]
-    lines = _text(table).splitlines(keepends=True)
+    rows: list[tuple[int, dict[str, str]]] = []
+    content = _text(table)
+    lines = content.splitlines(keepends=True)
     if table.suffix == ".csv":
-        reader = csv.DictReader(lines)
-        rows = [(reader.line_num, row) for row in reader]
-    elif table.suffix == ".jsonl":
+        before = csv.field_size_limit(max(len(content), 1))  # another column may be long
         try:
-            rows = [(i, json.loads(line)) for i, line in enumerate(lines, 1) if line.strip()]
-        except ValueError as error:
-            raise ClipError(f"{table}: a line is not JSON: {error}") from None
+            reader = csv.DictReader(lines)
+            rows += [(reader.line_num, row) for row in reader]
+        finally:
+            csv.field_size_limit(before)
+    elif table.suffix == ".jsonl":
+        for i, each in enumerate(lines, 1):
+            try:
+                rows += [(i, parse_json(each))] if each.strip() else []
+            except ValueError as error:
+                raise ClipError(f"{table}, line {i} is not JSON: {error}") from None
     else:
         raise ClipError(f"{table}: captions are read from .csv and .jsonl files, not from {table.suffix or 'this'}")
     for line, row in rows:

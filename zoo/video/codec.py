@@ -18,7 +18,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zoo.video.pretrained import CodecError, configuration, from_pretrained, library, sha256, tokenizer, weights
+from zoo.video.pretrained import (
+    CodecError,
+    configuration,
+    from_pretrained,
+    library,
+    sha256,
+    tokenizer,
+    variant_of,
+    weights,
+)
 
 __all__ = ["AUTOENCODERS", "TEXT_ENCODERS", "TILE", "Autoencoder", "CodecError", "TextEncoder"]
 
@@ -89,21 +98,29 @@ class Autoencoder:
 
     @classmethod
     def load(
-        cls, path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        cls,
+        path: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        variant: str | None = None,
     ) -> "Autoencoder":
         """Load a folder with config.json and diffusion_pytorch_model.safetensors, or a pipeline's folder with `vae/`.
 
+        `variant`, such as fp16: the weights to take where the folder has them in this variant, too.
         CodecError: a file is missing or is not safetensors, or the class is unknown here.
         """
         folder, config = configuration(Path(path), "vae")
-        name = config.get("_class_name")
+        name = str(config.get("_class_name"))
         if name not in AUTOENCODERS:
             raise CodecError(f"{folder}: unknown autoencoder {name}; known are {', '.join(AUTOENCODERS)}")
-        if config.get("timestep_conditioning") or any(config.get("decoder_inject_noise") or ()):
+        noise = config.get("decoder_inject_noise")
+        if config.get("timestep_conditioning") or any(noise if isinstance(noise, list) else [noise]):
             raise CodecError(f"{folder}: this {name} decodes with noise and a time step, which is not supported")
-        files = weights(folder, "diffusion_pytorch_model")
+        variant = variant_of(folder, "diffusion_pytorch_model", variant)
+        files = weights(folder, "diffusion_pytorch_model", variant)
         kind = getattr(library("diffusers"), name)
-        module = from_pretrained(kind, folder, torch_dtype=dtype, low_cpu_mem_usage=False)
+        module = from_pretrained(kind, folder, torch_dtype=dtype, low_cpu_mem_usage=False, variant=variant)
         return cls(module.to(device).eval().requires_grad_(False), folder, [folder / "config.json", *files])
 
     @cached_property
@@ -230,19 +247,22 @@ class TextEncoder:
         dtype: torch.dtype = torch.float32,
         *,
         length: int = 300,
+        variant: str | None = None,
     ) -> "TextEncoder":
         """Load a folder with config.json and model.safetensors, or a pipeline's folder with `text_encoder/`.
 
         The tokenizer, tokenizer.json or spiece.model, is in the same folder, in its `tokenizer/`, or in the pipeline's.
+        `variant`, such as fp16: the weights to take where the folder has them in this variant, too.
         """
         folder, config = configuration(Path(path), "text_encoder")
-        name = TEXT_ENCODERS.get(config.get("model_type", ""))
+        name = TEXT_ENCODERS.get(str(config.get("model_type", "")))
         if name is None:
             known = ", ".join(TEXT_ENCODERS)
             raise CodecError(f"{folder}: a text encoder of type {config.get('model_type')!r}; known here: {known}")
-        files = weights(folder, "model")
+        variant = variant_of(folder, "model", variant)
+        files = weights(folder, "model", variant)
         tokens, vocabulary, file = tokenizer([folder, folder / "tokenizer", folder.parent / "tokenizer"])
-        module = from_pretrained(getattr(library("transformers"), name), folder, dtype=dtype)
+        module = from_pretrained(getattr(library("transformers"), name), folder, dtype=dtype, variant=variant)
         if vocabulary > module.config.vocab_size:
             raise CodecError(
                 f"{file} has {vocabulary} tokens and the {name} at {folder} knows {module.config.vocab_size}: "

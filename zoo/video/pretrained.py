@@ -2,10 +2,13 @@
 
 import hashlib
 import importlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from zoo.files import read_table
+from zoo.reference import STEMS, weight_files
 
 __all__ = [
     "CodecError",
@@ -13,8 +16,10 @@ __all__ = [
     "from_pretrained",
     "image_processor",
     "library",
+    "settings_of",
     "sha256",
     "tokenizer",
+    "variant_of",
     "weights",
 ]
 
@@ -31,34 +36,29 @@ def configuration(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
         if path.exists():
             what = f"is not the folder of a model: there is no config.json in it, nor in its {part}/"
         raise CodecError(f"{path} {what} (models are read from this disk; nothing is downloaded)")
+    return folder, settings_of(folder / "config.json")
+
+
+def settings_of(file: Path) -> dict[str, Any]:
+    """The content of a JSON file of settings; CodecError: it is missing or damaged."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-        if not isinstance(config, dict):
-            raise ValueError("not a table of settings")
+        return read_table(file)
+    except (OSError, ValueError) as error:
+        raise CodecError(str(error)) from None
+
+
+def weights(folder: Path, stem: str, variant: str | None = None) -> list[Path]:
+    """The files of the weights that `from_pretrained` loads: one, or an index and its shards."""
+    try:
+        return weight_files(folder, variant, [stem])
     except ValueError as error:
-        raise CodecError(f"{folder / 'config.json'}: damaged: {error}") from None
-    return folder, config
+        raise CodecError(str(error)) from None
 
 
-def weights(folder: Path, stem: str) -> list[Path]:
-    """The files of the weights: one, or an index and its shards."""
-    one, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-    if one.is_file():
-        return [one]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CodecError(f"{index}: damaged: {error!r}") from None
-        if absent := [name for name in names if Path(name).name != name or not (folder / name).is_file()]:
-            raise CodecError(f"{index} names {absent[0]}, which is not in this folder")
-        return [index, *(folder / name for name in names)]
-    there = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".ckpt", ".safetensors"))
-    raise CodecError(
-        f"{folder} has no {one.name}"
-        + (f", only {', '.join(there)}" if there else "")
-        + ": only safetensors are read; save_pretrained(folder) of a loaded model writes them"
-    )
+def variant_of(folder: Path, stem: str, variant: str | None) -> str | None:
+    """The variant, such as fp16, if the folder has weights of it, else None."""
+    names = [pattern.format(stem=stem, variant=f".{variant}") for pattern in STEMS[stem]]
+    return variant if variant and any((folder / name).is_file() for name in names) else None
 
 
 def tokenizer(folders: Sequence[Path]) -> tuple[Callable[[str], list[int]], int, Path]:
@@ -69,15 +69,29 @@ def tokenizer(folders: Sequence[Path]) -> tuple[Callable[[str], list[int]], int,
         looked = ", ".join(str(folder) for folder in folders)
         raise CodecError(f"no tokenizer: neither tokenizer.json nor spiece.model is in {looked}")
     package = library("tokenizers" if file.suffix == ".json" else "sentencepiece")
-    try:
+    with _damage_of(file):
         if file.suffix == ".json":
             fast = package.Tokenizer.from_file(str(file))
             fast.no_truncation()
             fast.no_padding()
-            return lambda caption: fast.encode(caption).ids, fast.get_vocab_size(), file
+
+            def numbers(caption: str) -> list[int]:
+                with _damage_of(file):
+                    return fast.encode(caption).ids
+
+            return numbers, fast.get_vocab_size(), file
         pieces = package.SentencePieceProcessor(model_file=str(file))
         return lambda caption: [*pieces.encode(caption), pieces.eos_id()], pieces.vocab_size(), file
-    except Exception as error:  # tokenizers raises the bare class
+
+
+@contextmanager
+def _damage_of(file: Path) -> Iterator[None]:
+    """Turn an error of a tokenizer into a CodecError: the bare class, or one beside it by its regular expressions."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
         raise CodecError(f"{file}: damaged: {error}") from None
 
 

@@ -15,7 +15,6 @@ Letters: n clips, c latent channels, t frames, h w height and width in latent ce
 
 import html
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.files import fits
 from zoo.reference import read_safetensors
-from zoo.video import latte, stdit, wan
+from zoo.video import latte_weights, stdit, stdit_weights, wan_weights
 from zoo.video.codec import Autoencoder, TextEncoder
 from zoo.video.diffusion import OnStep, ddim, euler, flow_sign, shift_at
-from zoo.video.pretrained import CodecError, configuration, from_pretrained, image_processor, library
+from zoo.video.pretrained import (
+    CodecError,
+    configuration,
+    from_pretrained,
+    image_processor,
+    library,
+    settings_of,
+    variant_of,
+)
 
 __all__ = ["Prompt", "Published", "family_of", "read", "scheduler"]
 
+MOST_LEVELS = 1_000_000  # noise levels of a scheduler, which holds a table of them
 Rows = dict[str, Tensor]  # arguments of a forward, one row a clip
 # the prediction that this process computes (0: with the caption, 1: without), and a function that gathers both
 Branch = tuple[int, Callable[[Tensor], Sequence[Tensor]]]
@@ -68,6 +77,7 @@ class Published:
     scheduler: Any = None  # None: the source has its own sampler
     boundary: float = 0.0  # the noise level below which the second model takes over
     null: Tensor | None = None  # (l e): the embedding of the null caption, if the weights have one
+    variant: str | None = None  # of the weights, such as fp16, in the parts that have it
 
     length = 512  # most tokens of a caption
     size = (81, 480, 832)
@@ -197,7 +207,8 @@ class Wan(Published):
         if not settings.is_file():
             raise CodecError(f"no such file: {settings}, which a pipeline from an image has; download that folder, too")
         transformers = library("transformers")
-        encoder = from_pretrained(transformers.CLIPVisionModel, folder).eval()
+        variant = variant_of(folder, "model", self.variant)
+        encoder = from_pretrained(transformers.CLIPVisionModel, folder, variant=variant).eval()
         processor = image_processor(transformers).from_pretrained(str(settings.parent), local_files_only=True)
         picture = Image.fromarray(((image + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
         given = processor(images=picture, return_tensors="pt")
@@ -315,25 +326,33 @@ def _guided(
 
 
 def read(
-    folder: Path, *, dtype: torch.dtype | None = None, sampler: str | None = None, shift: float | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    sampler: str | None = None,
+    shift: float | None = None,
+    variant: str | None = None,
 ) -> Published:
     """The transformers of a folder on the CPU, in `dtype` (None: the family's published type).
 
-    sampler: the class of another scheduler of diffusers, built with the folder's settings; shift: of its noise levels.
+    sampler: the class of another scheduler of diffusers, built with the folder's settings; shift: of its noise levels;
+    variant: of the weights, as fp16 in diffusion_pytorch_model.fp16.safetensors.
     A CodecError names a missing or damaged file, or an unknown family.
     """
     folder = Path(folder)
     family, name = family_of(folder)
-    index = _json(folder / "model_index.json") if (folder / "model_index.json").is_file() else {}
+    index = settings_of(folder / "model_index.json") if (folder / "model_index.json").is_file() else {}
     dtype = dtype or family.dtype
     parts = [part for part in ("transformer", "transformer_2") if (folder / part).is_dir()]
-    built = [_transformer(folder / part, name, dtype, index) for part in parts]
-    boundary = float(index.get("boundary_ratio") or 0.0)
+    built = [_transformer(folder / part, name, dtype, index, variant) for part in parts]
+    boundary = index.get("boundary_ratio") or 0.0
+    if not fits(boundary, float):
+        raise CodecError(f"{folder / 'model_index.json'}: boundary_ratio is {boundary!r}: expected a number")
     if len(built) > 1 and not 0 < boundary < 1:
         raise CodecError(f"{folder} has two transformers, but model_index.json has no boundary_ratio to choose by")
     own = family is STDiT and not sampler and not (folder / "scheduler").is_dir()
     chosen = None if own else scheduler(folder, sampler, shift)
-    return family(folder, [model for model, _ in built], chosen, boundary, built[0][1])
+    return family(folder, [model for model, _ in built], chosen, boundary, built[0][1], variant)
 
 
 def family_of(folder: Path) -> tuple[type[Published], str]:
@@ -341,7 +360,7 @@ def family_of(folder: Path) -> tuple[type[Published], str]:
     file = folder / "transformer" / "config.json"
     if not file.parent.is_dir():
         raise CodecError(f"{folder} is not the folder of a pipeline: there is no transformer/ in it")
-    config = _json(file) if file.is_file() else {}
+    config = settings_of(file) if file.is_file() else {}
     name = str(config.get("_class_name") or config.get("model_type") or "STDiT")
     family = next((found for key, found in FAMILIES.items() if name.startswith(key)), None)
     if family is None:
@@ -357,32 +376,34 @@ FAMILIES: dict[str, type[Published]] = {
 
 
 def _transformer(
-    folder: Path, name: str, dtype: torch.dtype, index: Mapping[str, Any]
+    folder: Path, name: str, dtype: torch.dtype, index: Mapping[str, Any], variant: str | None
 ) -> tuple[nn.Module, Tensor | None]:
     """The model, and the null caption of its weights, if any."""
     try:
-        state = read_safetensors(folder)
+        state = read_safetensors(folder, variant)
     except Exception as error:  # safetensors raises several kinds
         raise CodecError(f"{folder}: not readable as safetensors: {error}") from None
     state = {name: value.to(dtype) for name, value in state.items()}
     try:
         with torch.device("meta"):
             if name.startswith("Latte"):
-                model: nn.Module = latte.Latte.from_diffusers(state, folder / "config.json")
+                model: nn.Module = latte_weights.from_diffusers(state, folder / "config.json")
             elif name.startswith("Wan"):
-                model = wan.from_diffusers(state, _json(folder / "config.json"), index.get("expand_timesteps"))
+                told = settings_of(folder / "config.json")
+                model = wan_weights.from_diffusers(state, told, index.get("expand_timesteps"))
             else:
-                model = stdit.from_reference(state)
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"config.json: {error!r}" if isinstance(error, KeyError | TypeError) else error
-        raise CodecError(f"{folder}: {what}") from error
+                config = settings_of(folder / "config.json") if (folder / "config.json").is_file() else {}
+                sides = {key: config[key] for key in ("input_sq_size",) if key in config}  # shapes do not tell it
+                model = stdit_weights.from_reference(state, **sides)
+    except (ValueError, TypeError) as error:
+        raise CodecError(f"{folder}: {error}") from error
     return model.eval().requires_grad_(False), state.get("y_embedder.y_embedding")
 
 
 def scheduler(folder: Path, name: str | None = None, shift: float | None = None) -> Any:
     """diffusers' scheduler of a folder's scheduler_config.json; `name`: another class, with the same settings."""
     file = folder / "scheduler" / "scheduler_config.json"
-    settings = _json(file) if file.is_file() else {}
+    settings = settings_of(file) if file.is_file() else {}
     wanted = name or settings.get("_class_name")
     diffusers = library("diffusers")
     kind = getattr(diffusers, str(wanted), None)
@@ -396,20 +417,15 @@ def scheduler(folder: Path, name: str | None = None, shift: float | None = None)
         raise CodecError(f"--shift: {wanted} has no such setting")
     if shift is not None and "use_flow_sigmas" in own and not settings.get("use_flow_sigmas"):
         raise CodecError(f"--shift: {wanted} is not set for a flow, whose noise levels can be shifted")
-    made = kind.from_config({**settings, **changes})  # type: ignore[attr-defined]
+    if not fits(levels := settings.get("num_train_timesteps", 1000), int) or not 0 < levels <= MOST_LEVELS:
+        raise CodecError(f"{file}: num_train_timesteps is {levels!r}: expected a number from 1 to {MOST_LEVELS:,}")
+    try:
+        made = kind.from_config({**settings, **changes})  # type: ignore[attr-defined]
+    except Exception as error:  # any kind, of values that it does not check
+        raise CodecError(f"{file}: a {wanted} cannot be built of it: {error}") from error
     if made.config.get("use_dynamic_shifting"):
         raise CodecError(f"{file}: use_dynamic_shifting is not supported")
     return made
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("not a table of settings")
-    except (OSError, ValueError) as error:
-        raise CodecError(f"{file}: damaged: {error}") from None
-    return found
 
 
 # --------------------------------------------------------------------------------------------------------------- text

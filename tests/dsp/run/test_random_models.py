@@ -1,4 +1,4 @@
-"""Random models on 2, 3 and 4 ranks (`random_models.py` runs thousands), and the programs that once went wrong."""
+"""Random models on 2, 3 and 4 ranks (`tools/fuzz/models.py` runs thousands), and the programs that once went wrong."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from zoo.data.protein.alignment import read_alignment
 from zoo.data.protein.complexes import as_a3m
 from zoo.data.protein.folder import ProteinFolder
 from zoo.data.protein.given import find, from_alignments
-from zoo.data.protein.record import GAP, Protein
+from zoo.data.protein.record import GAP, LETTERS, Protein
 
 A, B = "MDIRQGPKEPFRDYVDRFYK", "TLRAEQASQEVK"
 HIT = ">UniRef100_A0A1\t95\nMDIRQacGPKEPFRDYVDRFYK\n"
@@ -103,6 +104,35 @@ def test_rows_of_chains_that_are_alike_stay_pairs(tmp_path) -> None:
     two = f">a\tb\n{A}{B[:-1]}-\n>e\tf\n{A}-{B[1:]}\n"
     found = protein(tmp_path, f"#{len(A)},{len(B)}\t1,1\n>101\t102\n{A}{B}\n{two}")
     assert found.paired.tolist() == [True] * 3
+
+
+CHAINS = (A, B, "GSHMLEDPVDAF", "WWYYWKTAYIAK")
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_rows_over_some_of_the_chains_stay_as_the_file_has_them(tmp_path, n: int) -> None:
+    """Random rows over random chains, some of them twice: each is there once, with gaps where it has no residue."""
+    random, chains = np.random.default_rng(n), CHAINS[:n]
+
+    def row() -> str:
+        hit = [np.where(random.random(len(c)) < 0.8, list(c), random.choice(list("ACDEF"), len(c))) for c in chains]
+        return "".join("".join(part) if random.random() < 0.6 else "-" * len(part) for part in hit)
+
+    rows = [text for text in (row() for _ in range(40)) if text.strip("-")]
+    parts = [*pairwise([0, *np.cumsum([len(chain) for chain in chains])])]
+    torn = ["-" * a + rows[0][a:b] + "-" * (len("".join(chains)) - b) for a, b in parts]  # as rows of single chains
+    alone = ["-" * a + "".join(chains)[a:b] + "-" * (len("".join(chains)) - b) for a, b in parts]
+    rows += [rows[3], *(text for text in torn if text.strip("-")), *alone]
+    head = f"#{','.join(str(len(chain)) for chain in chains)}\t{','.join('1' * n)}\n>query\n{''.join(chains)}\n"
+    found = protein(tmp_path, head + "".join(f">{i}\n{text}\n" for i, text in enumerate(rows)))
+    letters = ["".join(LETTERS[letter] for letter in row) for row in found.msa]
+    assert letters[0] == "".join(chains)
+    assert sorted(letters[1:]) == sorted({*rows} - {*alone})  # which repeat the first row
+    counts = [sum(bool(text[a:b].strip("-")) for a, b in parts) for text in letters]
+    assert found.paired.tolist() == [count > 1 for count in counts]
+    assert counts[: sum(found.paired)] == sorted(counts[: sum(found.paired)], reverse=True)
+    again = protein(tmp_path, as_a3m(found), "again.a3m")
+    np.testing.assert_array_equal(again.msa, found.msa)
 
 
 def test_blocks_of_two_queries_are_two_chains(tmp_path) -> None:

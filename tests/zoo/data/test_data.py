@@ -20,7 +20,7 @@ from zoo.data import progress, video_folder
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
 from zoo.data.shapes import COLOURS, GROUND, NAMES, SHAPES, MovingShapes
-from zoo.data.video_folder import VideoError, VideoFolder, probe, source_frame
+from zoo.data.video_folder import VideoError, VideoFolder, probe, read_frames, source_frame
 from zoo.pictures import save_gif
 from zoo.video.clips import Bucket, cut
 
@@ -363,6 +363,43 @@ def test_frames_are_scaled_to_cover_and_cut(tmp_path):
     places = {next(x for x in range(7) if torch.equal(cut.clip(0, e)["x"], wide[..., x : x + 18])) for e in range(12)}
     assert len(places) > 3
     assert VideoFolder(tmp_path, frames=3, height=72, width=50).clip(0, 0)["x"].shape == (3, 3, 72, 50)  # enlarged
+
+
+COLOURS_NAMED = [
+    (718, None, "ITU601"),
+    (720, None, "ITU709"),
+    (720, 1, "ITU709"),
+    (718, 1, "ITU709"),
+    (720, 6, "ITU601"),
+]
+CODECS_OF_COLOURS = {"mpeg4": "mp4", "libx264": "mp4", "libvpx-vp9": "webm"}  # the first names no colours
+
+
+@pytest.mark.parametrize(
+    ("codec", "height", "tag", "matrix"),
+    [(codec, *case) for codec in CODECS_OF_COLOURS for case in COLOURS_NAMED if codec != "mpeg4" or not case[1]],
+)
+def test_colours_are_those_that_a_video_names_or_that_players_take(tmp_path, codec, height, tag, matrix):
+    """BT.709 from 720 lines on where it names none."""
+    colours, path = [(200, 40, 60), (30, 180, 90)], tmp_path / f"a.{CODECS_OF_COLOURS[codec]}"
+    pixels = np.repeat(np.array(colours, np.uint8), 32, 0)[None].repeat(height, 0)
+    with av.open(path, "w") as container:
+        stream = container.add_stream(codec, rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, height, "yuv420p"
+        stream.codec_context.colorspace = tag or 2
+        frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(format="yuv420p", dst_colorspace=matrix)
+        container.mux([*stream.encode(frame), *stream.encode()])
+    shown = read_frames(path, height, 64)[:, 0, height // 2, [8, 56]].T
+    assert ((shown + 1) * 127.5 - torch.tensor(colours)).abs().max() < 6
+
+
+def test_images_have_their_own_colours(tmp_path):
+    """JPEG is BT.601 at any size, and what is RGB is not converted."""
+    pixels = np.full((720, 64, 3), (200, 40, 60), np.uint8)
+    for suffix in ("png", "jpg", "gif", "bmp"):
+        Image.fromarray(pixels).save(tmp_path / f"a.{suffix}")
+        shown = (read_frames(tmp_path / f"a.{suffix}", 720, 64)[:, 0, 300, 30] + 1) * 127.5
+        assert (shown - torch.tensor([200, 40, 60])).abs().max() < 6, suffix
 
 
 def test_a_rotation_tag_is_obeyed(tmp_path):

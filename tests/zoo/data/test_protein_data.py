@@ -88,6 +88,31 @@ def test_rows_of_one_species_stand_side_by_side(tmp_path):
     assert letters(either.msa) == ["MKXL", "AAAA"]
 
 
+def test_a_species_that_some_chains_have_pairs_those(tmp_path):
+    """As AlphaFold-Multimer pairs: as many rows of a species as each chain that has the species has at least."""
+    a = alignment(
+        tmp_path, ("a", "MKVL"), ("OX=1", "AAAA"), ("OX=2", "CCCC"), ("OX=3", "DDDD"), ("OX=3", "EEEE"),
+        ("OX=4", "MKVL"), ("OX=5", "AAAA"), ("OX=6", "MKVL"),
+    )  # fmt: skip
+    b = alignment(tmp_path, ("b", "WWYYW"), ("OX=1", "FFFFF"), ("OX=3", "GGGGG"), ("OX=3", "HHHHH"), name="b")
+    c = alignment(
+        tmp_path, ("c", "PQR"), ("OX=2", "III"), ("OX=1", "KKK"), ("OX=3", "LLL"), ("OX=4", "MMM"), ("OX=5", "NNN"),
+        name="c",
+    )  # fmt: skip
+    whole = join(protein("MKVL", "WWYYW", "PQR"), [a, b, c])
+    assert letters(whole.msa) == [
+        "MKVLWWYYWPQR",
+        "AAAAFFFFFKKK",
+        "DDDDGGGGGLLL",
+        "CCCC-----III",
+        "MKVL-----MMM",  # a hit that is the sequence itself
+        "AAAA-----NNN",  # the same row in another species
+        "EEEE--------",  # the third chain has no second row of species 3
+        "----HHHHH---",
+    ]
+    assert whole.paired.tolist() == [True] * 6 + [False] * 2
+
+
 def test_an_alignment_of_another_protein_is_refused(tmp_path):
     mine = protein("MKVLAAGIVGLCAKAY", "WWYYWFFPPHHW")
     wrong = alignment(tmp_path, ("q", "MKVLAAGIVCLCAKAY"))

@@ -252,7 +252,7 @@ def infinite(text):
 
 
 def unseen(text):
-    return re.sub(r"(?m)^(ATOM|HETATM)(.{50}) *1\.00", r"\1\2 0.00", text)
+    return re.sub(r"(?m)^((?:ATOM  |HETATM).{6} (?:N|C|O|CA|CB) .{38,39}) *1\.00", r"\1  0.00", text)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from Bio import AlignIO
 from Bio.Align import PairwiseAligner
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
-from zoo.data.protein.files import MAX_BYTES, read_text
 from zoo.data.protein.record import GAP, LETTERS, encode
+from zoo.files import MAX_BYTES, read_text
 
 __all__ = ["SUFFIXES", "Alignment", "describe_difference", "read_alignment", "species_of"]
 

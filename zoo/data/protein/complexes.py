@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -15,40 +14,39 @@ __all__ = ["as_a3m", "join", "refuse_stranger"]
 def join(protein: Protein, alignments: Sequence[Alignment]) -> Protein:
     """The protein with its alignment: its own sequence first, then the rows of `alignments` for its entities.
 
-    An alignment belongs to the entity whose sequence is its query; that of a complex is assigned chain by chain.
-    Several alignments of one entity are concatenated, and repeated rows are dropped. With more than one entity, the
-    i-th rows of a species in each entity become one `paired` row (AlphaFold-Multimer, supplement, 1.1); so do rows of a
-    complex that its file has in one row. Any other row has gaps outside its entity. All copies of an entity have the
-    same rows.
+    An alignment belongs to the entity whose sequence is its query; that of a complex is assigned chain by chain. A row
+    that a file has over several chains stays one row, and the i-th rows of a species in each entity that has the
+    species become one (AlphaFold-Multimer, supplement, 1.1): both are `paired`, those over most entities first. A row
+    has gaps in the entities that it lacks. Rows that are equal over the whole protein are kept once. All copies of an
+    entity have the same rows.
 
     ValueError: an alignment belongs to no entity; the message describes the difference from the nearest one.
     """
     places = _places(protein)
     entities = range(len(places))
     belonging: dict[int, list[Alignment]] = {entity: [] for entity in entities}
-    for alignment in (chain for given in alignments for chain in given.chains()):
+    for alignment in (chain for several in alignments for chain in several.chains()):
         belonging[_entity(alignment, protein, places)].append(alignment)
     rows = {e: _stack(belonging[e], protein.msa[0, places[e][0]]) for e in entities}
 
-    partners = _pairs([species for _, _, species in rows.values()]) if len(entities) > 1 else []
-    used = [{group[e] for group in partners} for e in entities]
-    single = [(e, i) for e in entities for i in range(1, len(rows[e][0])) if i not in used[e]]
-    total = 1 + len(partners) + len(single)
-    msa = np.full((total, len(protein)), GAP, np.uint8)
-    deletions = np.zeros((total, len(protein)), np.uint16)
-    msa[0] = protein.msa[0]
+    groups = _groups([mates for _, _, mates in rows.values()])
+    msa = np.full((len(groups), len(protein)), GAP, np.uint8)
+    deletions = np.zeros(msa.shape, np.uint16)
     for e in entities:
         letters, left_out, _ = rows[e]
-        ours = [1 + len(partners) + k for k, (entity, _) in enumerate(single) if entity == e]
-        targets = np.array([*range(1, 1 + len(partners)), *ours], dtype=np.int64)
-        sources = np.array(
-            [*(group[e] for group in partners), *(i for entity, i in single if entity == e)], dtype=np.int64
-        )
+        targets = np.array([i for i, group in enumerate(groups) if e in group])
+        sources = np.array([group[e] for group in groups if e in group])
         for copy in places[e]:
             msa[targets[:, None], copy] = letters[sources]
             deletions[targets[:, None], copy] = left_out[sources]
-    paired = np.arange(total) <= len(partners) if len(entities) > 1 else np.ones(total, bool)
-    return replace(protein, msa=msa, deletions=deletions, paired=paired)
+    msa[0] = protein.msa[0]
+    # the first of equal rows; the sequence of an entity alone says nothing that row 0 does not
+    first = {np.where(protein.entity_id == e, msa[0], GAP).astype(np.uint8).tobytes(): 0 for e in entities}
+    for i, row in enumerate(msa):
+        first.setdefault(row.tobytes(), i)
+    order = sorted({0, *first.values()})
+    paired = np.array([len(group) > 1 or len(entities) == 1 for group in groups])
+    return replace(protein, msa=msa[order], deletions=deletions[order], paired=paired[order])
 
 
 def refuse_stranger(protein: Protein, alignment: Alignment) -> None:
@@ -116,26 +114,33 @@ def _shared_words(a: str, b: str, n: int = 3) -> int:
 
 
 def _stack(alignments: Sequence[Alignment], query: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-    """The distinct rows of one entity, its own sequence first: letters [s, r], deletions [s, r], species."""
+    """The rows of one entity, its own sequence first: letters [s, r], deletions [s, r], mates.
+
+    Of rows with the same letters and the same mate, the first counts.
+    """
     letters = np.concatenate([query[None], *(a.msa[1:] for a in alignments)])
     deletions = np.concatenate([np.zeros((1, len(query)), np.uint16), *(a.deletions[1:] for a in alignments)])
     mates = [None, *(a.mate(i) for a in alignments for i in range(1, len(a.names)))]
-    told = [None, *(mate if a.mates else None for a in alignments for mate in (a.mates or a.names)[1:])]
-    first: dict[Any, int] = {}  # the first of equal rows; rows that a file pairs differently are not equal
+    first: dict[tuple[bytes, str | None], int] = {}
     for i, row in enumerate(letters):
-        first.setdefault((row.tobytes(), told[i]), i)
-    kept = [*first.values()]
-    return letters[kept], deletions[kept], [mates[i] for i in kept]
+        first.setdefault((row.tobytes(), mates[i]), i)
+    order = [*first.values()]
+    return letters[order], deletions[order], [mates[i] for i in order]
 
 
-def _pairs(species: list[list[str | None]]) -> list[tuple[int, ...]]:
-    """Groups of rows of the same species, one row from each entity, matched by their rank within the species."""
-    ranked: list[dict[str, list[int]]] = []
-    for names in species:
-        found: dict[str, list[int]] = {}
+def _groups(mates: list[list[str | None]]) -> list[dict[int, int]]:
+    """The rows of the protein, each as the row that it takes from each entity: the sequences, the paired, the others.
+
+    Mates are matched by their rank among those of the same name in their entity, as far as every entity that has the
+    name has one of this rank.
+    """
+    ranks: dict[str, dict[int, list[int]]] = {}  # by name and entity
+    for entity, names in enumerate(mates):
         for i, name in enumerate(names):
             if name is not None:
-                found.setdefault(name, []).append(i)
-        ranked.append(found)
-    shared = [name for name in ranked[0] if all(name in other for other in ranked)]
-    return sorted(group for name in shared for group in zip(*(found[name] for found in ranked)))
+                ranks.setdefault(name, {}).setdefault(entity, []).append(i)
+    pairs = [dict(zip(rows, pair)) for rows in ranks.values() if len(rows) > 1 for pair in zip(*rows.values())]
+    pairs.sort(key=lambda pair: (-len(pair), [*pair.items()]))
+    partners = {row for pair in pairs for row in pair.items()}
+    singles = [{e: i} for e, names in enumerate(mates) for i in range(1, len(names)) if (e, i) not in partners]
+    return [dict.fromkeys(range(len(mates)), 0), *pairs, *singles]

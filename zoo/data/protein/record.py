@@ -61,7 +61,7 @@ class Protein:
     resolved: np.ndarray  # [r, a] bool
     msa: np.ndarray  # [s, r] uint8
     deletions: np.ndarray  # [s, r] number of the row's residues left out just before this one, uint16
-    paired: np.ndarray  # [s] bool: the row spans all entities, in one species; else it has gaps in all but one
+    paired: np.ndarray  # [s] bool: the row spans two entities or more, in one species; else it has gaps in all but one
     couplings: np.ndarray | None = None  # [r, r] float32: coupling scores from the whole alignment, if computed
     templates: tuple[Template, ...] = ()
 

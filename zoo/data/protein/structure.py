@@ -1,11 +1,13 @@
 """Structures from mmCIF and PDB files, plain or gzipped, as a `Protein` without an alignment.
 
 The reader keeps the protein chains of the first model (no nucleic acids, ligands or water), every residue that was in
-the experiment, and its backbone and Cβ atoms if they were seen. Numbering is that of the sequence (label ids and
-_pdbx_poly_seq_scheme in mmCIF, SEQRES and REMARK 465 in PDB), never the authors'. A modified residue has the letter of
-its parent (selenomethionine is M), a D-amino acid that of its mirror image; selenocysteine is U and pyrrolysine O
-(models see C and X). The alternative atom of highest occupancy counts, among equal ones the first in the alphabet; an
-atom of zero occupancy was not seen. B factors, which may be confidences, are ignored.
+the experiment, and its backbone and Cβ atoms if they were seen. Numbering is that of the sequence
+(_pdbx_poly_seq_scheme or _entity_poly_seq in mmCIF, SEQRES and REMARK 465 in PDB), never the authors'. A file without a
+sequence has the residues that have atoms, by the authors' ids: chain, number and insertion code. A modified residue has
+the letter of its parent (selenomethionine is M), a D-amino acid that of its mirror image; selenocysteine is U and
+pyrrolysine O (models see C and X). The alternative atom of highest occupancy counts, among equal ones the first in the
+alphabet; an atom of zero occupancy was not seen, unless all atoms of the file have zero, as some programs write it. B
+factors, which may be confidences, are ignored.
 
 Biopython's tables are used, but not its parsers of atoms: they drop repeated atoms and accept nan as a number.
 """
@@ -15,7 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +26,8 @@ from Bio.Data.PDBData import protein_letters_3to1_extended
 from Bio.PDB.MMCIF2Dict import MMCIF2Dict
 from Bio.PDB.parse_pdb_header import parse_pdb_header
 
-from zoo.data.protein.files import MAX_BYTES, read_text
 from zoo.data.protein.record import ATOMS, Protein, encode
+from zoo.files import MAX_BYTES, read_text
 
 __all__ = ["SUFFIXES", "read_structure"]
 
@@ -38,14 +40,16 @@ _LETTERS = protein_letters_3to1_extended | {
     "DSN": "S", "DTH": "T", "DTR": "W", "DTY": "Y", "DVA": "V",
 }  # fmt: skip
 
-# columns of _atom_site, _pdbx_poly_seq_scheme, _entity_poly_seq and _entity_poly
-_READ = {
-    "label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "label_alt_id", "Cartn_x", "Cartn_y", "Cartn_z",
-    "pdbx_PDB_model_num", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code", "auth_asym_id", "asym_id", "entity_id",
-    "seq_id", "mon_id", "auth_mon_id", "pdb_seq_num", "pdb_ins_code", "pdb_strand_id", "type",
-}  # fmt: skip
+# columns of _atom_site, _pdbx_poly_seq_scheme, _entity_poly_seq, _entity_poly, _entity and _struct_asym
+_READ = set(
+    "label_asym_id label_entity_id label_seq_id label_comp_id label_atom_id label_alt_id Cartn_x Cartn_y Cartn_z "
+    "pdbx_PDB_model_num occupancy auth_seq_id pdbx_PDB_ins_code auth_asym_id auth_comp_id auth_atom_id asym_id "
+    "entity_id seq_id mon_id auth_mon_id pdb_seq_num pdb_ins_code pdb_strand_id type "
+    "_entity.id _struct_asym.id _entity_poly_seq.num".split()
+)
 MOST_NAMES = 20_000  # most data names of an mmCIF file: the dictionary of the PDB has a third of it
 FARTHEST = 1e5  # largest coordinate in Å: beyond, single precision is too coarse
+BONDED = 4.5  # largest distance in Å of the Cα of residues that are bonded to one another
 
 
 @dataclass
@@ -149,6 +153,8 @@ def _build(name: str, chains: list[Chain], atoms: Atoms) -> Protein:
 
     position = np.stack([numbers(getattr(atoms, axis), f"coordinate {axis}") for axis in "xyz"], 1)
     occupancy = numbers(atoms.occupancy, "occupancy")
+    if all(_number(text) == 0 for text in atoms.occupancy):  # it says nothing
+        occupancy += 1
     best = np.lexsort((alternative, -occupancy, atom, place))  # the last key counts most
     key = np.stack([place, atom], 1)[best]
     repeated = (key[1:] == key[:-1]).all(1)
@@ -201,27 +207,35 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def _chains_of_atoms(atoms: Atoms, ids: Sequence[str], chain_ids: Sequence[str]) -> list[Chain]:
+def _chains_of_atoms(atoms: Atoms, labelled: Sequence[bool]) -> list[Chain]:
     """The chains of a file without sequences: the amino acids that have a Cα.
+
+    labelled [atoms]: the file places the atom in a sequence. A residue that is not labelled is modified or a ligand: it
+    is in the chain if a labelled one follows there, or if it is bonded.
 
     Authors' numbers, if they ascend, are the places of residues in their chain.
     """
-    chains: dict[str, Chain] = {}
-    for i in range(len(atoms.name)):
-        if atoms.name[i] == "CA" and atoms.residue[i] not in (".", "?") and _is_protein([atoms.component[i]]):
-            key = atoms.chain[i]
-            chain = chains.setdefault(key, Chain(chain_ids[i], key, entity=""))
-            if not any(residue.key == atoms.residue[i] for residue in chain.residues[-1:]):  # an alternative
-                chain.residues.append(Residue(atoms.residue[i], ids[i], atoms.component[i]))
-    for chain in chains.values():
-        chain.entity = " ".join(residue.name for residue in chain.residues)
+    alphas: dict[str, dict[str, int]] = {}  # the first Cα of each residue of each chain
+    for i, name in enumerate(atoms.name):
+        if name == "CA" and _says(atoms.residue[i]) and _is_protein([atoms.component[i]]):
+            alphas.setdefault(atoms.chain[i], {}).setdefault(atoms.residue[i], i)
+    chains = []
+    for key, places in alphas.items():
+        rows = list(places.values())
+        last = max((k for k, i in enumerate(rows) if labelled[i]), default=-1)
+        position = np.array([[_number(axis[i]) for axis in (atoms.x, atoms.y, atoms.z)] for i in rows])
+        bonds = np.linalg.norm(np.diff(position, axis=0), axis=1) < BONDED
+        rows = [i for k, i in enumerate(rows) if k <= last or bonds[max(k - 1, 0) : k + 1].any()]
+        residues = [Residue(atoms.residue[i], atoms.residue[i], atoms.component[i]) for i in rows]
+        chain = Chain(key, key, " ".join(residue.name for residue in residues), residues)
         try:
-            index = [int(residue.id) for residue in chain.residues]
+            index = [int(residue.id) for residue in residues]
         except ValueError:  # an insertion code
-            continue
+            index = []
         if index == sorted(set(index)):
             chain.index = [number - index[0] for number in index]
-    return list(chains.values())
+        chains += [chain] if residues else []
+    return chains
 
 
 # ---------------------------------------------------------------------------------------------------------------- mmCIF
@@ -253,7 +267,7 @@ class _Table(MMCIF2Dict):
         if len(self) > MOST_NAMES:
             raise ValueError(f"more than {MOST_NAMES} data names")
         if value == []:
-            value = _Column() if key.partition(".")[2] in _READ else _Unread()
+            value = _Column() if key in _READ or key.partition(".")[2] in _READ else _Unread()
         super().__setitem__(key, value)
 
 
@@ -276,50 +290,146 @@ def _parse_mmcif(text: str) -> tuple[list[Chain], Atoms]:
         raise ValueError(f"not a readable mmCIF file, or cut off: {error}") from error
     if not any(key.startswith("_atom_site.") for key in table):
         raise ValueError("it has no _atom_site table: is the file cut off?")
-    for category in ("atom_site", "pdbx_poly_seq_scheme", "entity_poly"):
+    for category in ("atom_site", "pdbx_poly_seq_scheme", "entity_poly_seq", "entity_poly", "struct_asym"):
         _columns(table, category, *(key.split(".")[1] for key in table if key.startswith(f"_{category}.")))
-    chain, residue, component, name, alternative, x, y, z = _columns(
-        table, "atom_site", "label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "label_alt_id",
-        "Cartn_x", "Cartn_y", "Cartn_z",
-    )  # fmt: skip
-    n = len(chain)
-    model, occupancy, number, insertion, author = (
-        table.get(f"_atom_site.{name}", default)
-        for name, default in (
-            ("pdbx_PDB_model_num", ["1"] * n), ("occupancy", ["1"] * n), ("auth_seq_id", residue),
-            ("pdbx_PDB_ins_code", ["?"] * n), ("auth_asym_id", chain),
-        )
-    )  # fmt: skip
-    first = [i for i in range(n) if model[i] == model[0]]
-    (chain, residue, component, name, alternative, occupancy, x, y, z, number, insertion, author) = (
-        [column[i] for i in first]
-        for column in (chain, residue, component, name, alternative, occupancy, x, y, z, number, insertion, author)
-    )
-    atoms = Atoms(chain, residue, component, name, alternative, occupancy, x, y, z)
-    if "_pdbx_poly_seq_scheme.asym_id" not in table:
-        if "_entity_poly_seq.mon_id" in table:  # it precedes the scheme and the atoms
-            raise ValueError("it has _entity_poly_seq, but not _pdbx_poly_seq_scheme: is the file cut off?")
-        return _chains_of_atoms(atoms, [_joined(*i) for i in zip(number, insertion)], author), atoms
-
+    labels, authors, entities = _atoms(table)
+    if "_pdbx_poly_seq_scheme.asym_id" in table:
+        chains, atoms = _fitted(_scheme(table), labels, authors)
+    elif "_entity_poly_seq.mon_id" in table:
+        # a writer that ends its tables by # ends that of atoms, too
+        if re.search(r"^#", text, re.MULTILINE) and re.search(r"^(ATOM|HETATM)\s.*\n?\Z", text, re.MULTILINE):
+            raise ValueError("it ends in its _atom_site table: is the file cut off?")
+        chains, atoms = _sequences(table, labels, authors, entities)
+    else:
+        return _without_sequence(table, labels, authors, entities)
     kinds = dict(zip(*_columns(table, "entity_poly", "entity_id", "type")))
-    chains: dict[str, Chain] = {}
-    scheme = _columns(
-        table, "pdbx_poly_seq_scheme", "asym_id", "entity_id", "seq_id", "mon_id", "auth_mon_id", "pdb_seq_num",
-        "pdb_ins_code", "pdb_strand_id",
+    return [
+        chain
+        for chain in chains
+        if kinds.get(chain.entity, "polypeptide").startswith(("polypeptide", "?", "."))
+        and (_says(kinds.get(chain.entity, "?")) or _is_protein([residue.name for residue in chain.residues]))
+    ], atoms
+
+
+def _atoms(table: Mapping[str, list[str]]) -> tuple[Atoms, Atoms, list[str]]:
+    """The atoms of the first model by label ids, the same by the authors' ids, and the entity of each."""
+    n = max(len(column) for key, column in table.items() if key.startswith("_atom_site."))
+
+    def column(*names: str, default: str = "?") -> list[str]:
+        """The values of the atoms, each from the first of the columns that says something."""
+        columns = [table[key] for key in (f"_atom_site.{name}" for name in names) if key in table]
+        return [next(filter(_says, values), default) for values in zip(*columns)] if columns else [default] * n
+
+    if absent := [axis for axis in "xyz" if f"_atom_site.Cartn_{axis}" not in table]:
+        raise ValueError(f"_atom_site has no Cartn_{absent[0]}: it has no coordinates that are read")
+    model = column("pdbx_PDB_model_num", default="1")
+    rows = [i for i in range(n) if model[i] == model[0]]
+    number, insertion = column("auth_seq_id", "label_seq_id"), column("pdbx_PDB_ins_code")
+    columns = (
+        column("label_asym_id", "auth_asym_id"), column("label_seq_id"), column("label_entity_id"),
+        column("auth_asym_id", "label_asym_id"), [_joined(*values) for values in zip(number, insertion)],
+        column("label_comp_id", "auth_comp_id"), column("label_atom_id", "auth_atom_id"),
+        column("label_alt_id", default="."), column("occupancy", default="1"),
+        *(table[f"_atom_site.Cartn_{axis}"] for axis in "xyz"),
     )  # fmt: skip
-    for asym, entity, place, monomer, seen, number_, insertion_, strand in zip(*scheme):
-        residues = chains.setdefault(asym, Chain(strand, asym, entity)).residues
+    asym, place, entity, *values = ([column[i] for i in rows] for column in columns)
+    authors = Atoms(*values)
+    return replace(authors, chain=asym, residue=place), authors, entity
+
+
+def _fitted(chains: list[Chain], labels: Atoms, authors: Atoms) -> tuple[list[Chain], Atoms]:
+    """The chains of a scheme, and the atoms by those ids that fit more of them.
+
+    Labels may be those of another program, which wrote the atoms and left the scheme.
+    """
+
+    def fit(names: Mapping[tuple[str, str], str], atoms: Atoms) -> int:
+        return sum(
+            names.get((chain, key)) == name for chain, key, name in zip(atoms.chain, atoms.residue, atoms.component)
+        )
+
+    residues = [(chain, residue) for chain in chains for residue in chain.residues]
+    by_label = {(chain.key, residue.key): residue.name for chain, residue in residues}
+    by_author = {(chain.id, residue.id): residue.name for chain, residue in residues}
+    if fit(by_label, labels) > fit(by_author, authors):
+        return chains, labels
+    return [
+        replace(chain, key=chain.id, residues=[replace(residue, key=residue.id) for residue in chain.residues])
+        for chain in chains
+    ], authors
+
+
+def _without_sequence(
+    table: Mapping[str, list[str]], labels: Atoms, authors: Atoms, entities: Sequence[str]
+) -> tuple[list[Chain], Atoms]:
+    """The chains of a file that has no sequence, by the authors' ids."""
+    types = dict(zip(*_columns(table, "entity", "id", "type")))
+    polymer = [types.get(entity, "polymer") == "polymer" for entity in entities]
+    authors.residue = [residue if within else "?" for residue, within in zip(authors.residue, polymer)]
+    labelled = [_says(place) for place in labels.residue]
+    if not any(labelled):  # then the first label of a chain is that of its polymer
+        first = dict(zip(reversed(authors.chain), reversed(labels.chain)))
+        labelled = [first[strand] == asym for strand, asym in zip(authors.chain, labels.chain)]
+    return _chains_of_atoms(authors, labelled), authors
+
+
+def _scheme(table: Mapping[str, list[str]]) -> list[Chain]:
+    """The chains by _pdbx_poly_seq_scheme; a column that a writer leaves out says nothing."""
+    names = "asym_id", "seq_id", "mon_id", "entity_id", "auth_mon_id", "pdb_seq_num", "pdb_ins_code", "pdb_strand_id"
+    category = "_pdbx_poly_seq_scheme"
+    n = len(table[f"{category}.asym_id"])
+    chains: dict[str, Chain] = {}
+    for asym, place, monomer, entity, seen, number, insertion, strand in zip(
+        *(table.get(f"{category}.{name}", ["?"] * n) for name in names)
+    ):
+        strand, number = (value if _says(value) else label for value, label in ((strand, asym), (number, place)))
+        residues = chains.setdefault(asym, Chain(strand, asym, entity if _says(entity) else asym)).residues
         if residues and residues[-1].key == place:
             continue  # another residue in the same place: the first belongs to the sequence
         if place != str(len(residues) + 1):
-            raise ValueError(f"_pdbx_poly_seq_scheme: residue {place} of chain {strand} follows {len(residues)}")
-        residues.append(Residue(place, _joined(number_, insertion_), monomer, seen not in ("?", ".")))
-    return [
-        chain
-        for chain in chains.values()
-        if kinds.get(chain.entity, "polypeptide").startswith("polypeptide")
-        and (chain.entity in kinds or _is_protein([residue.name for residue in chain.residues]))
-    ], atoms
+            raise ValueError(f"{category}: residue {place} of chain {strand} follows {len(residues)}")
+        residues.append(Residue(place, _joined(number, insertion), monomer, _says(seen)))
+    return list(chains.values())
+
+
+def _sequences(
+    table: Mapping[str, list[str]], labels: Atoms, authors: Atoms, entities: Sequence[str]
+) -> tuple[list[Chain], Atoms]:
+    """The chains by _entity_poly_seq, and the atoms by label ids, or by alignment where the labels do not fit."""
+    sequences: dict[str, dict[str, str]] = {}  # names by entity and place; of several in one place the first belongs
+    for entity, place, monomer in zip(*_columns(table, "entity_poly_seq", "entity_id", "num", "mon_id")):
+        sequences.setdefault(entity, {}).setdefault(place, monomer)
+    same: dict[tuple[str, ...], str] = {}  # the first entity with a sequence: a writer may number copies of a chain
+    rows: dict[str, list[int]] = {}
+    for i, asym in enumerate(labels.chain):
+        rows.setdefault(asym, []).append(i)
+    chains, places = [], list(labels.residue)
+    for asym, entity in (
+        dict(zip(labels.chain, entities)) | dict(zip(*_columns(table, "struct_asym", "id", "entity_id")))
+    ).items():
+        if entity not in sequences:
+            continue
+        names, atoms = sequences[entity], rows.get(asym, [])
+        strand = authors.chain[atoms[0]] if atoms else asym
+        chain = Chain(strand, asym, same.setdefault(tuple(names.values()), entity))
+        components = set(names.values())
+        atoms = [i for i in atoms if labels.component[i] in components]
+        if 2 * sum(names.get(places[i]) == labels.component[i] for i in atoms) >= len(atoms):
+            ids = {places[i]: authors.residue[i] for i in atoms}
+            chain.residues = [Residue(place, ids.get(place, "?"), name) for place, name in names.items()]
+        else:
+            resolved: dict[str, Residue] = {}
+            for i in atoms:
+                places[i] = key = authors.residue[i]
+                resolved.setdefault(key, Residue(key, key, labels.component[i], seen=True))
+            chain.residues = _in_sequence(strand, list(names.values()), list(resolved.values()), [])
+        chains.append(chain)
+    return chains, replace(labels, residue=places)
+
+
+def _says(value: str) -> bool:
+    """False for a value of mmCIF that stands for none."""
+    return value not in ("", ".", "?")
 
 
 def _joined(number: str, insertion: str) -> str:
@@ -360,7 +470,7 @@ def _parse_pdb(text: str, max_residues: int) -> tuple[list[Chain], Atoms]:
     columns = [list(column) for column in zip(*rows)]
     atoms = Atoms(*columns)
     if not sequences:
-        return _chains_of_atoms(atoms, atoms.residue, atoms.chain), atoms
+        return _chains_of_atoms(atoms, [True] * len(rows)), atoms
 
     missing: dict[str, list[Residue]] = {}
     for gap in parse_pdb_header(io.StringIO(text))["missing_residues"]:

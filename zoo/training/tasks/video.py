@@ -248,6 +248,12 @@ class Task(task.Task):
             inputs = model.example_inputs(1, frames=1, height=self.clip[1], width=self.clip[2])
         self.takes = inputs.keys()
         channels, classes, caption_channels = self.offers(inputs)
+        if image := getattr(model.config, "condition_channels", 0):
+            raise UserError(
+                f"{image} of the {inputs['x'].shape[1]} channels of model {self.config.model.name} are an image and "
+                "its mask, which no data here has, so it cannot be trained here. Train one that is not conditioned on "
+                "an image: another model.size, or model.overrides.condition_channels=0"
+            )
         if inputs["x"].shape[1] != channels:
             raise UserError(
                 f"the data has {channels} channels and the model takes {inputs['x'].shape[1]}: "

@@ -1,0 +1,58 @@
+"""Facts of a recorded forward for its backward: which tensors get a gradient, and where checkpoints stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dsp.core.record import Node, RegionPlace
+from dsp.private import checkpoint_frame, checkpoint_frames, saved_in
+from dsp.tensors import Edge, edge, leading_to
+
+
+class Regions:
+    """The activation checkpoints of a forward that is recorded, but not those around it."""
+
+    def __init__(self) -> None:
+        self.around = len(checkpoint_frames())
+        self.frames: list[Any] = []  # in the order in which they began
+        self.running: list[Any] = []
+
+    def saved(self) -> list[tuple[int, int]]:
+        """The checkpoints that run, by number, with the tensors that each has saved so far."""
+        last = checkpoint_frame()
+        if last is None:
+            return []
+        if not self.running or self.running[-1] is not last:
+            self.running = checkpoint_frames()[self.around :]
+            self.frames += [f for f in self.running if not any(f is other for other in self.frames)]
+        numbers = [next(i for i, other in enumerate(self.frames) if other is f) for f in self.running]
+        return [(i, saved_in(f)) for i, f in zip(numbers, self.running)]
+
+    def places(self, before: Sequence[tuple[int, int]]) -> tuple[RegionPlace, ...]:
+        """The places of a node that has run, from the tensors saved before it."""
+        return tuple(RegionPlace(i, saved, saved_in(self.frames[i])) for i, saved in before)
+
+    def totals(self) -> list[float]:
+        return [saved_in(frame) if frame.early_stop else math.inf for frame in self.frames]
+
+
+class Gradients:
+    """The places of autograd at which the tensors of nodes get their gradients."""
+
+    def __init__(self) -> None:
+        self.edges: list[tuple[Node, list[Edge | None], list[Edge | None]]] = []
+
+    def note(self, node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        self.edges.append((node, [*map(edge, operands)], [*map(edge, results)]))
+
+    def finish(self, outputs: Sequence[Tensor]) -> set[Edge]:
+        """Tell nodes which of their tensors get a gradient from the outputs; return all edges that do."""
+        reached = leading_to(map(edge, outputs))
+        for node, operands, results in self.edges:
+            node.operand_grads = tuple(e in reached for e in operands)
+            node.result_grads = tuple(e in reached for e in results)
+        return reached

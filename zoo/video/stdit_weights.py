@@ -1,0 +1,133 @@
+"""Weights of STDiT as Open-Sora publishes them."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from zoo.reference import count, described, load
+from zoo.video.stdit import SIZES, Config, STDiT
+
+CLASSES = ("STDiT", "STDiT2", "STDiT3")
+
+
+def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> STDiT:
+    """Build the model of a state dict of Open-Sora's STDiT, STDiT2 or STDiT3, and load its weights.
+
+    For v1, the number of heads is that of the published size unless given; ``space_scale`` and ``time_scale`` have to
+    be given if they are not 1. The null caption of classifier-free guidance, which these models only store, stays in
+    the state dict: ``y_embedder.y_embedding`` (l caption_channels) is a ``context`` like any other.
+    """
+    version = "v2" if "t_block_temp.1.weight" in state else "v1"
+    version = "v3" if any(name.startswith("spatial_blocks.") for name in state) else version
+    blocks = "spatial_blocks.{}." if version == "v3" else "blocks.{}."
+    try:
+        hidden, in_channels, *patch = state["x_embedder.proj.weight"].shape
+        found: dict[str, Any] = {
+            "version": version,
+            "hidden": hidden,
+            "depth": count(state, blocks),
+            "patch": tuple(patch),
+            "in_channels": in_channels,
+            "learn_sigma": len(state["final_layer.linear.bias"]) == 2 * in_channels * math.prod(patch),
+            "caption_channels": state["y_embedder.y_proj.fc1.weight"].shape[1],
+        }
+        if version != "v1":
+            found["heads"] = hidden // len(state[blocks.format(0) + "attn.q_norm.weight"])
+    except KeyError as missing:
+        raise ValueError(f"these weights are of another model; missing: {missing.args[0]}") from None
+    if version == "v1" and "heads" not in overrides:
+        if hidden != SIZES["v1-XL/2"]["hidden"]:
+            raise ValueError(f"hidden={hidden} is not a published size of v1; pass heads=")
+        found["heads"] = SIZES["v1-XL/2"]["heads"]
+    model = STDiT(Config(**{**found, **overrides}))
+    config = model.config
+    for name, scale in (("pos_embed", config.space_scale), ("pos_embed_temporal", config.time_scale)):
+        if name in state and state[name].shape[1] > 1 and abs(state[name][0, 1, 0] - math.sin(1 / scale)) > 1e-3:
+            which = "space_scale" if name == "pos_embed" else "time_scale"
+            raise ValueError(
+                f"{name} of these weights does not fit {which}={scale}; pass the {which} of their training"
+            )
+    load(model, state, lambda name: open_sora_names(name, version), ignore=UNUSED)
+    return model
+
+
+@described("STDiT")
+def published_config(config: Mapping[str, Any]) -> Config:
+    """The Config of the config.json of an Open-Sora model; ValueError if the latter differs in more than sizes."""
+    version = {"STDiT": "v1", "STDiT2": "v2", "STDiT3": "v3"}[config["model_type"]]
+    fixed = {"mlp_ratio": 4.0, "qk_norm": version != "v1", "skip_y_embedder": False, "no_temporal_pos_emb": False}
+    for key, value in fixed.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key}={config[key]!r} in the Open-Sora config: STDiT {version} has {value!r}")
+    scales = {"space_scale", "time_scale"} if version == "v1" else {"input_sq_size"}
+    return Config(
+        version=version,
+        hidden=config["hidden_size"],
+        depth=config["depth"],
+        heads=config["num_heads"],
+        patch=tuple(config["patch_size"]),
+        in_channels=config["in_channels"],
+        learn_sigma=config["pred_sigma"],
+        caption_channels=config["caption_channels"],
+        **{key: config[key] for key in sorted(scales & config.keys())},
+    )
+
+
+def open_sora_names(name: str, version: str) -> list[str]:
+    """The Open-Sora parameters that make up one of ours, to be stacked along dim 0."""
+    parts = re.fullmatch(r"blocks\.(\d+)\.(.+?)(\.weight|\.bias|)", name)
+    if parts is None:
+        layer, dot, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
+        return [OPEN_SORA[layer] + dot + suffix]
+    i, layer, suffix = parts.groups()
+    if layer == "modulation.table":  # v1 and v2, whose two stages share it
+        tables = ["scale_shift_table", "scale_shift_table_temporal"] if version == "v2" else ["scale_shift_table"]
+        return [f"blocks.{i}.{table}" for table in tables]
+    kind, layer = layer.split(".", 1)
+    theirs = OPEN_SORA_BLOCK[layer] + suffix
+    if version == "v3":
+        return [f"{kind}_blocks.{i}.{theirs}"]
+    return [f"blocks.{i}." + (re.sub(r"^attn\.", "attn_temp.", theirs) if kind == "temporal" else theirs)]
+
+
+UNUSED = (
+    "pos_embed",
+    "pos_embed_temporal",
+    "pos_embed.inv_freq",
+    "rope.freqs",
+    "y_embedder.y_embedding",
+)
+OPEN_SORA = {
+    "embed.proj": "x_embedder.proj",
+    "t_embed.mlp.up": "t_embedder.mlp.0",
+    "t_embed.mlp.down": "t_embedder.mlp.2",
+    "t_block": "t_block.1",
+    "t_block_temporal": "t_block_temp.1",
+    "told.size.mlp.up": "csize_embedder.mlp.0",
+    "told.size.mlp.down": "csize_embedder.mlp.2",
+    "told.ar.mlp.up": "ar_embedder.mlp.0",
+    "told.ar.mlp.down": "ar_embedder.mlp.2",
+    "told.length.mlp.up": "fl_embedder.mlp.0",
+    "told.length.mlp.down": "fl_embedder.mlp.2",
+    "told.fps.mlp.up": "fps_embedder.mlp.0",
+    "told.fps.mlp.down": "fps_embedder.mlp.2",
+    "caption.up": "y_embedder.y_proj.fc1",
+    "caption.down": "y_embedder.y_proj.fc2",
+    "final.modulation.table": "final_layer.scale_shift_table",
+    "final.linear": "final_layer.linear",
+}
+OPEN_SORA_BLOCK = {
+    "modulation.table": "scale_shift_table",
+    "attention.qkv": "attn.qkv",
+    "attention.q_norm": "attn.q_norm",
+    "attention.k_norm": "attn.k_norm",
+    "attention.out": "attn.proj",
+    "cross.q": "cross_attn.q_linear",
+    "cross.kv": "cross_attn.kv_linear",
+    "cross.out": "cross_attn.proj",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
