@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from zoo.attention import CrossAttention, SelfAttention
+from zoo.attention import CrossAttention, LowRankAttention, SelfAttention
 
 
 class MLP(nn.Module):
@@ -43,6 +43,33 @@ def init_zero(*layers: nn.Linear) -> None:
     for layer in layers:
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
+
+
+def init_embeddings(*modules: nn.Module | None) -> None:
+    """Weights at std 0.02 in every linear layer and table of embeddings, as in DiT; None is skipped."""
+    for module in modules:
+        for layer in () if module is None else module.modules():
+            if isinstance(layer, nn.Linear | nn.Embedding):
+                nn.init.normal_(layer.weight, std=0.02)
+
+
+def init_modulation(model: nn.Module) -> None:
+    """Tables of adaLN-single at std 1/sqrt(c), as in PixArt-alpha; linear layers of adaLN-Zero, and all gates, at zero.
+
+    Norms and low-rank attention initialise themselves.
+    """
+    for module in model.modules():
+        if isinstance(module, ScaleShiftTable):
+            nn.init.normal_(module.table, std=module.table.shape[-1] ** -0.5)
+        elif isinstance(module, ScaleShiftLinear):
+            init_zero(module.linear)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | LowRankAttention):
+            module.reset_parameters()
+
+
+def text_outputs(model: nn.Module) -> list[nn.Linear]:
+    """The last layer of every attention to text, which starts at zero in PixArt-alpha and its followers."""
+    return [module.out for module in model.modules() if isinstance(module, CrossAttention)]
 
 
 def truncated_normal(weight: Tensor, std: float) -> None:
@@ -140,7 +167,7 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6)
 
 
-def rows(
+def split_modulation(
     modulation: Tensor, clean: Tensor | None = None, x_mask: Tensor | None = None, dims: int = 2
 ) -> tuple[Tensor, ...]:
     """The rows of (b k c), each (b 1 ... 1 c): shift, scale, gate in this order, for one sublayer after another.
@@ -201,7 +228,7 @@ class Block(nn.Module):
         x_mask: Tensor | None = None,
     ) -> Tensor:
         modulation = self.modulation(cond), None if clean is None else self.modulation(clean)
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = rows(*modulation, x_mask)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = split_modulation(*modulation, x_mask)
         if self.positions and x.shape[1] > 1:
             x = add_time(x)
         x = x + gate * self.attention(modulate(norm(x), shift, scale))
@@ -219,7 +246,7 @@ class ModulatedNorm(nn.Module):
         self.modulation = modulation  # makes 2 rows
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
-        return modulate(norm(x), *rows(self.modulation(cond), dims=x.ndim - 2))
+        return modulate(norm(x), *split_modulation(self.modulation(cond), dims=x.ndim - 2))
 
 
 class FusedMLP(nn.Module):
@@ -237,7 +264,7 @@ class FusedMLP(nn.Module):
     def forward(
         self, x: Tensor, y: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        gate, shift_mlp, scale_mlp, gate_mlp = rows(self.modulation(cond), dims=x.ndim - 2)
+        gate, shift_mlp, scale_mlp, gate_mlp = split_modulation(self.modulation(cond), dims=x.ndim - 2)
         x = x + gate * y
         if self.cross is not None:
             assert context is not None
@@ -298,9 +325,9 @@ class FinalLinear(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor, clean: Tensor | None = None, x_mask: Tensor | None = None) -> Tensor:
         dims = x.ndim - 2
-        x = modulate(norm(x), *rows(self.modulation(cond), dims=dims))
+        x = modulate(norm(x), *split_modulation(self.modulation(cond), dims=dims))
         if x_mask is not None:
-            again = modulate(norm(x), *rows(self.modulation(clean), dims=dims))
+            again = modulate(norm(x), *split_modulation(self.modulation(clean), dims=dims))
             x = torch.where(x_mask[:, :, None, None], x, again)
         return self.linear(x)
 

@@ -31,7 +31,7 @@ MODELS = {
     "axial_video": "zoo.video.axial:AxialVideo",
     "hunyuan": "zoo.video.hunyuan:HunyuanVideo",
     "latte": "zoo.video.latte:Latte",
-    "stdit": "zoo.video.stdit:STDiT",
+    "stdit": "zoo.video.stdit:build",
     "st_mamba": "zoo.video.mamba:STMamba",
     "st_rwkv": "zoo.video.rwkv:STRWKV",
     "pairformer": "zoo.protein.pairformer:Pairformer",

@@ -42,7 +42,7 @@ from zoo.layers import (
     init_zero,
     modulate,
     norm,
-    rows,
+    split_modulation,
     video_inputs,
 )
 
@@ -86,7 +86,7 @@ class Queries(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(dim // heads, eps=1e-6) for _ in range(2))
 
     def forward(self, x: Tensor, modulation: Tensor, rope: Tensor | None = None) -> tuple[Tensor, ...]:
-        shift, scale, *_ = rows(modulation, dims=1)
+        shift, scale, *_ = split_modulation(modulation, dims=1)
         return self.of(modulate(norm(x), shift, scale), rope)
 
     def of(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +127,7 @@ class Update(nn.Module):
         self.mlp = MLP(dim, 4 * dim)
 
     def forward(self, x: Tensor, y: Tensor, modulation: Tensor) -> Tensor:
-        _, _, gate, shift, scale, gate_mlp = rows(modulation, dims=1)
+        _, _, gate, shift, scale, gate_mlp = split_modulation(modulation, dims=1)
         x = x + gate * self.out(y.flatten(-2))
         return x + gate_mlp * self.mlp(modulate(norm(x), shift, scale))
 
@@ -158,7 +158,7 @@ class SingleQueries(Queries):
         self.mlp = nn.Linear(dim, 4 * dim)
 
     def forward(self, x: Tensor, modulation: Tensor, rope: Tensor | None = None) -> tuple[Tensor, ...]:
-        shift, scale, _ = rows(modulation, dims=1)
+        shift, scale, _ = split_modulation(modulation, dims=1)
         x = modulate(norm(x), shift, scale)
         return *self.of(x, rope), F.gelu(self.mlp(x), approximate="tanh")
 
@@ -171,7 +171,7 @@ class SingleUpdate(nn.Module):
         self.out = nn.Linear(5 * dim, dim)
 
     def forward(self, x: Tensor, y: Tensor, hidden: Tensor, modulation: Tensor) -> Tensor:
-        return x + rows(modulation, dims=1)[2] * self.out(torch.cat([y.flatten(-2), hidden], dim=-1))
+        return x + split_modulation(modulation, dims=1)[2] * self.out(torch.cat([y.flatten(-2), hidden], dim=-1))
 
 
 class SingleBlock(nn.Module):
@@ -206,7 +206,7 @@ class RefinerBlock(nn.Module):
         self.mlp = MLP(dim, 4 * dim, activation=nn.SiLU())
 
     def forward(self, x: Tensor, cond: Tensor, mask: Tensor | None) -> Tensor:
-        gate, gate_mlp = rows(self.gates(cond), dims=1)
+        gate, gate_mlp = split_modulation(self.gates(cond), dims=1)
         q, k, v = (rearrange(y, "b l (h e) -> b l h e", h=self.heads) for y in self.qkv(self.norm(x)).chunk(3, dim=-1))
         x = x + gate * self.out(attend(q, k, v, mask).flatten(-2))
         return x + gate_mlp * self.mlp(self.mlp_norm(x))
@@ -242,7 +242,7 @@ class Final(nn.Module):
         self.linear = nn.Linear(dim, values)
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
-        scale, shift = rows(self.modulation(cond), dims=1)
+        scale, shift = split_modulation(self.modulation(cond), dims=1)
         return self.linear(modulate(norm(x), shift, scale))
 
 

@@ -56,7 +56,7 @@ from zoo.layers import (
     init_zero,
     modulate,
     norm,
-    rows,
+    split_modulation,
     tensor_parallel,
     unpatchify,
     video_inputs,
@@ -127,7 +127,7 @@ class Sublayer(nn.Module):
         self.cross = CrossAttention(dim, text_heads) if text_heads else None
 
     def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        shift, scale, gate = rows(self.modulation(cond))
+        shift, scale, gate = split_modulation(self.modulation(cond))
         if self.positions and x.shape[1] > 1:
             x = add_time(x)
         x = x + gate * self.layer(modulate(norm(x), shift, scale))

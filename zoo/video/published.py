@@ -278,7 +278,7 @@ class STDiT(Published):
     def sizes(self, n: int, pixels: tuple[int, int, int], fps: float) -> Rows:
         frames, height, width = pixels
         known = {"num_frames": frames, "height": height, "width": width, "ar": height / width, "fps": fps}
-        return {name: torch.full((n,), float(known[name])) for name in stdit.TOLD[self.version]}
+        return {name: torch.full((n,), float(known[name])) for name in stdit.CONDITIONS[self.version]}
 
     def sample(
         self,

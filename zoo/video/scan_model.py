@@ -26,7 +26,7 @@ from zoo.layers import (
     init_linear,
     init_zero,
     modulate,
-    rows,
+    split_modulation,
     unpatchify,
     video_inputs,
 )
@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.mixers = nn.ModuleList(mixers)
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
-        modulation = iter(rows(self.modulation(cond)))
+        modulation = iter(split_modulation(self.modulation(cond)))
         for norm, mixer, shift, scale, gate in zip(self.norms, self.mixers, modulation, modulation, modulation):
             y = rearrange(modulate(norm(x), shift, scale), self.fold)
             y = mixer(y.flip(1)).flip(1) if self.reverse else mixer(y)

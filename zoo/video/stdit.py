@@ -1,20 +1,15 @@
-"""STDiT, the text-to-video transformer of Open-Sora (Zheng et al., arXiv 2412.20404), in its versions 1.0, 1.1 and 1.2.
+"""STDiT, the text-to-video transformer of Open-Sora (Zheng et al., arXiv 2412.20404), in its version 1.2.
 
 Published sizes; parameters with 4 latent channels in, 8 out and text of 4096 channels (T5-XXL):
 
     size       layers  hidden  heads   parameters     Open-Sora
-    v1-XL/2      28     1152     16      759,620,768   1.0
-    v2-XL/2      28     1152     16      767,452,064   1.1
     v3-XL/2      28     1152     16    1,207,643,936   1.2
     v3-3B/2      28     1872     26    3,182,211,536   1.2
 
-``v1``: a layer is modulated spatial attention, temporal attention on the plain residual behind the same gate, attention
-to text, one modulated MLP; sincos tables for places and frames. ``v2``: the temporal attention has its own norm,
-modulation and rotary positions; queries and keys are normalised after the rotation. Size, aspect ratio, length and
-frame rate are conditions, and spatial positions stretch over the pixels. ``v3``: a layer is two complete blocks,
-spatial and temporal, with text in both; queries and keys are normalised before the rotation; only the frame rate
-remains a condition. From v2 on, frames may be given clean (``x_mask``): they are modulated as at timestep 0, and the
-training loss leaves them out.
+``v3``: a layer is two complete blocks, spatial and temporal, with text in both; queries and keys are normalised before
+the rotation; the frame rate is a condition; spatial positions stretch over the pixels. Frames may be given clean
+(``x_mask``): they are modulated as at timestep 0, and the training loss leaves them out. Config and sizes are those of
+all versions; `stdit_old.py` has v1 and v2.
 
 Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
 channels, l text tokens, k values of a patch, channels of a conditioning vector or rows of a modulation.
@@ -27,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.attention import CrossAttention, SelfAttention, check_heads
+from zoo.attention import SelfAttention, check_heads
 from zoo.layers import (
     MLP,
     Block,
@@ -36,14 +31,13 @@ from zoo.layers import (
     ScaleShiftTable,
     TimestepEmbed,
     VideoConfig,
-    add_time,
     expect,
+    init_embeddings,
     init_linear,
+    init_modulation,
     init_zero,
-    modulate,
-    norm,
-    rows,
     tensor_parallel,
+    text_outputs,
     unpatchify,
     video_inputs,
 )
@@ -56,7 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "test": {"hidden": 48, "depth": 2, "heads": 4, "caption_channels": 20},
 }
 
-TOLD: dict[str, tuple[str, ...]] = {  # the inputs of each version that describe the video, each (b)
+CONDITIONS: dict[str, tuple[str, ...]] = {  # the inputs of each version that describe the video, each (b)
     "v1": (),
     "v2": ("num_frames", "height", "width", "ar", "fps"),
     "v3": ("height", "width", "fps"),
@@ -75,8 +69,8 @@ class Config(VideoConfig):
     time_scale: float = 1.0  # v1: frame numbers are divided by this, 2/3 for 64 frames
 
     def __post_init__(self) -> None:
-        if self.version not in TOLD:
-            raise ValueError(f"version={self.version!r}: expected one of {', '.join(map(repr, TOLD))}")
+        if self.version not in CONDITIONS:
+            raise ValueError(f"version={self.version!r}: expected one of {', '.join(map(repr, CONDITIONS))}")
         super().__post_init__()
         check_heads(self.heads, self.heads if self.kv_heads is None else self.kv_heads)
         if self.version == "v2" and self.hidden % 3:
@@ -85,134 +79,42 @@ class Config(VideoConfig):
             raise ValueError(f"space_scale and time_scale are options of v1; {self.version} has input_sq_size")
 
 
-# Layers of v1 and v2, and of Transformer-2D
+def build(config: Config) -> nn.Module:
+    """The model of a Config, by its version."""
+    from zoo.video.stdit_old import OldSTDiT  # which imports this module
+
+    return STDiT(config) if config.version == "v3" else OldSTDiT(config)
 
 
-class Spatial(nn.Module):
-    """Modulated attention within each frame."""
+class SpatialTemporal(nn.Module):
+    """A layer: a spatial block and the temporal block after it."""
 
-    def __init__(self, dim: int, heads: int, **options: Any):
+    def __init__(self, config: Config):
         super().__init__()
-        self.attention = SelfAttention(dim, heads, "s", **options)
-
-    def forward(
-        self, x: Tensor, modulation: Tensor, clean: Tensor | None = None, x_mask: Tensor | None = None
-    ) -> Tensor:
-        shift, scale, gate, *_ = rows(modulation, clean, x_mask)
-        return x + gate * self.attention(modulate(norm(x), shift, scale))
-
-
-class Temporal(nn.Module):
-    """Attention across frames, attention to text, modulated MLP.
-
-    The modulation of v2 has three rows for the attention across frames. v1 has none: there this attention reads the
-    plain residual, behind the spatial gate. ``time_scale``, set in v1's first layer, adds the table of frame positions
-    to its input.
-    """
-
-    def __init__(self, dim: int, heads: int, text: bool, time_scale: float | None = None, **options: Any):
-        super().__init__()
-        self.time_scale = time_scale
-        self.attention = SelfAttention(dim, heads, "t", **options)
-        self.cross = CrossAttention(dim, heads) if text else None
-        self.mlp = MLP(dim, 4 * dim)
-
-    def forward(
-        self,
-        x: Tensor,
-        modulation: Tensor,
-        context: Tensor | None = None,
-        mask: Tensor | None = None,
-        clean: Tensor | None = None,
-        x_mask: Tensor | None = None,
-    ) -> Tensor:
-        _, _, gate, shift_mlp, scale_mlp, gate_mlp, *own = rows(modulation, clean, x_mask)
-        y = x if self.time_scale is None else add_time(x, self.time_scale)
-        if own:
-            shift, scale, gate = own
-            y = modulate(norm(y), shift, scale)
-        x = x + gate * self.attention(y)
-        if self.cross is not None:
-            assert context is not None
-            x = x + self.cross(x, context, mask)
-        return x + gate_mlp * self.mlp(modulate(norm(x), shift_mlp, scale_mlp))
-
-
-class Layer(nn.Module):
-    """A layer of v1 (``table`` of 6 rows) or v2 (9 rows): two stages that share one modulation."""
-
-    def __init__(self, table: ScaleShiftTable, spatial: Spatial, temporal: Temporal):
-        super().__init__()
-        self.modulation, self.spatial, self.temporal = table, spatial, temporal
+        dim, heads = config.hidden, config.heads
+        options: dict[str, Any] = {"text": True, "kv_heads": config.kv_heads, "qk_norm": "before"}
+        self.spatial = Block(dim, heads, "s", ScaleShiftTable(dim, 6), **options)
+        self.temporal = Block(dim, heads, "t", ScaleShiftTable(dim, 6), **options, rope="interleaved")
 
     def forward(
         self,
         x: Tensor,
         cond: Tensor,
-        context: Tensor | None = None,
+        context: Tensor,
         mask: Tensor | None = None,
         clean: Tensor | None = None,
         x_mask: Tensor | None = None,
     ) -> Tensor:
-        modulation, clean = self.modulation(cond), None if clean is None else self.modulation(clean)
-        x = self.spatial(x, modulation, clean, x_mask)
-        return self.temporal(x, modulation, context, mask, clean, x_mask)
-
-
-class Pair(nn.Module):
-    """A layer of v3: a spatial block and the temporal block after it."""
-
-    def __init__(self, spatial: Block, temporal: Block):
-        super().__init__()
-        self.spatial, self.temporal = spatial, temporal
-
-    def forward(self, x: Tensor, *given: Tensor | None) -> Tensor:
-        return self.temporal(self.spatial(x, *given), *given)
-
-
-def make_layer(config: Config, first: bool) -> Layer | Pair:
-    dim, heads = config.hidden, config.heads
-    options: dict[str, Any] = {"kv_heads": config.kv_heads}
-    if config.version == "v1":
-        temporal = Temporal(dim, heads, True, config.time_scale if first else None, **options)
-        return Layer(ScaleShiftTable(dim, 6), Spatial(dim, heads, **options), temporal)
-    if config.version == "v2":
-        temporal = Temporal(dim, heads, True, **options, rope="interleaved", qk_norm="after")
-        return Layer(ScaleShiftTable(dim, 9), Spatial(dim, heads, **options, qk_norm="after"), temporal)
-    return Pair(
-        Block(dim, heads, "s", ScaleShiftTable(dim, 6), text=True, **options, qk_norm="before"),
-        Block(dim, heads, "t", ScaleShiftTable(dim, 6), text=True, **options, rope="interleaved", qk_norm="before"),
-    )
-
-
-class Told(nn.Module):
-    """Embeddings of the video's conditions, to add to the timestep's: (b c) for space, (b c) for time.
-
-    v2: height, width and aspect ratio for space, length and frame rate for time. v3: the frame rate for both.
-    """
-
-    def __init__(self, dim: int, version: str):
-        super().__init__()
-        self.fps = TimestepEmbed(dim)
-        if version == "v2":
-            self.size, self.ar, self.length = TimestepEmbed(dim // 3), TimestepEmbed(dim // 3), TimestepEmbed(dim)
-
-    def forward(
-        self, fps: Tensor, height: Tensor, width: Tensor, ar: Tensor | None = None, num_frames: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if ar is None or num_frames is None:
-            return (self.fps(fps),) * 2
-        size = self.size(torch.stack([height, width], dim=-1)).flatten(1)
-        return torch.cat([size, self.ar(ar)], dim=-1), self.length(num_frames) + self.fps(fps)
+        x = self.spatial(x, cond, context, mask, clean, x_mask)
+        return self.temporal(x, cond, context, mask, clean, x_mask)
 
 
 class STDiT(nn.Module):
-    """``forward(x, timestep, context, context_mask=None, x_mask=None, fps=..., height=..., ...)``
+    """``forward(x, timestep, context, context_mask=None, x_mask=None, height, width, fps)``
 
     x (b i t h w), timestep (b) on the scale 0 to 1000, context (b l caption_channels) and context_mask (b l, True for
-    tokens to be seen) -> (b o t h w). Any number of frames; frames of any size. v2 and v3 take x_mask (b t), False for
-    frames that are given clean, and the video's conditions, each (b): height and width in pixels, fps (120 stands for
-    an image), v2 also num_frames of the video and ar, its aspect ratio.
+    tokens to be seen), x_mask (b t), False for frames that are given clean; each (b): height and width in pixels, fps
+    (120 stands for an image) -> (b o t h w). Any number of frames; frames of any size.
 
     The published code stretches the positions of a whole batch over the height and width of its first sample; here each
     sample uses its own height and width.
@@ -221,25 +123,22 @@ class STDiT(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        dim, version = config.hidden, config.version
-        cond = "cond=b [k], clean=b [k]" if version == "v3" else "modulation=b [k c], clean=b [k c]"
-        text = "context=b [l c], mask=b [l]"
+        dim = config.hidden
         self.stages = {
             "": "x=b [i] t h w, x_mask=b t -> b [o] t h w",
             "embed": "b [i] t [h w], stride=b [k] -> b t [s c]",
-            "blocks.*.spatial": f"b t [s c], {cond}, x_mask=b t" + (f", {text}" if version == "v3" else ""),
-            "blocks.*.temporal": f"b [t] s [c], {cond}, x_mask=b [t], {text}",
+            "blocks.*.spatial": "b t [s c], cond=b [k], clean=b [k], x_mask=b t, context=b [l c], mask=b [l]",
+            "blocks.*.temporal": "b [t] s [c], cond=b [k], clean=b [k], x_mask=b [t], context=b [l c], mask=b [l]",
             "final": "b t s [c], cond=b [c], clean=b [c], x_mask=b t -> b t s [k]",
         }
         self.cores = {"blocks.*.spatial.attention.core": SelfAttention.CORE["s"]}
 
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, 6 * dim)
-        self.t_block_temporal = nn.Linear(dim, 3 * dim) if version == "v2" else None
-        self.told = None if version == "v1" else Told(dim, version)
+        self.told = nn.ModuleDict({"fps": TimestepEmbed(dim)})
         self.caption = MLP(config.caption_channels, dim, dim)
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
-        self.blocks = nn.ModuleList(make_layer(config, first=i == 0) for i in range(config.depth))
+        self.blocks = nn.ModuleList(SpatialTemporal(config) for _ in range(config.depth))
         self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
         self.tensor_parallel = tensor_parallel(self, "blocks")
         self.init_weights()
@@ -251,56 +150,29 @@ class STDiT(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         x_mask: Tensor | None = None,
-        num_frames: Tensor | None = None,
         height: Tensor | None = None,
         width: Tensor | None = None,
-        ar: Tensor | None = None,
         fps: Tensor | None = None,
     ) -> Tensor:
-        version = self.config.version
-        given = {"num_frames": num_frames, "height": height, "width": width, "ar": ar, "fps": fps}
-        built = f"version={version!r}"
-        expect("context", context, True, built)
-        expect("x_mask", x_mask, version != "v1" and x_mask is not None, built)
-        for name, value in given.items():
-            expect(name, value, name in TOLD[version], built)
+        for name, value in {"context": context, "height": height, "width": width, "fps": fps}.items():
+            expect(name, value, True, "version='v3'")
         assert context is not None
+        assert height is not None
+        assert width is not None
 
-        space, time = (0.0, 0.0) if self.told is None else self.told(**given)
-        t = self.t_embed(timestep)
-        cond, clean, clean_t = self.condition(t + space, t + time), None, None
+        rate, t, clean, clean_t = self.told["fps"](fps), self.t_embed(timestep), None, None
+        cond = self.t_block(F.silu(t + rate))
         if x_mask is not None:
             clean_t = self.t_embed(torch.zeros_like(timestep))
-            clean, clean_t = self.condition(clean_t + space, clean_t + time), clean_t + space
-        if version != "v2":  # v2's last layer is conditioned on the sizes for clean frames only
-            t = t + space
+            clean, clean_t = self.t_block(F.silu(clean_t + rate)), clean_t + rate
+        t = t + rate
         context = self.caption(context.to(t.dtype))
 
         size = x.shape[-2], x.shape[-1]
-        x = self.embed(x, self.stride(size, timestep, height, width))
+        x = self.embed(x, stretch(self.config, size, height, width))
         for block in self.blocks:
             x = block(x, cond, context, context_mask, clean, x_mask)
         return unpatchify(self.final(x, t, clean_t, x_mask), self.config.patch, size)
-
-    def condition(self, space: Tensor, time: Tensor) -> Tensor:
-        """The modulation (b k), to which each layer adds its table; in v2 that of space, then that of time."""
-        cond = self.t_block(F.silu(space))
-        if self.t_block_temporal is not None:
-            cond = torch.cat([cond, self.t_block_temporal(F.silu(time))], dim=-1)
-        return cond
-
-    def stride(self, size: tuple[int, int], timestep: Tensor, height: Tensor | None, width: Tensor | None) -> Tensor:
-        """The distance of neighbouring positions, of rows and of columns (b 2).
-
-        From v2 on, positions fill a square. Its side is proportional to the root of the number of patches, over the
-        root of the number of pixels of (height, width).
-        """
-        if height is None or width is None:
-            stride = torch.tensor([1 / self.config.space_scale], dtype=torch.float64, device=timestep.device)
-            return stride.expand(len(timestep), 2)
-        down, across = (-(-cells // patch) for cells, patch in zip(size, self.config.patch[1:]))
-        side = round((down * across) ** 0.5) * self.config.input_sq_size / (height.double() * width.double()).sqrt()
-        return torch.stack([side / down, side / across], dim=-1)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -310,22 +182,13 @@ class STDiT(nn.Module):
         attention to text and the final layer start at zero. (Open-Sora 1.2 starts from an image model instead.)
         """
         init_linear(self)
-        for module in self.modules():
-            if isinstance(module, ScaleShiftTable):
-                nn.init.normal_(module.table, std=self.config.hidden**-0.5)
-            if isinstance(module, nn.RMSNorm):
-                nn.init.ones_(module.weight)
-            if isinstance(module, CrossAttention):
-                init_zero(module.out)
-            if isinstance(module, Layer | Pair):
-                init_zero(module.temporal.attention.out)
-        embeddings = [module.mlp for module in self.modules() if isinstance(module, TimestepEmbed)]
-        for mlp in (*embeddings, self.caption):
-            nn.init.normal_(mlp.up.weight, std=0.02)
-            nn.init.normal_(mlp.down.weight, std=0.02)
-        for linear in filter(None, (self.t_block, self.t_block_temporal)):
-            nn.init.normal_(linear.weight, std=0.02)
-        init_zero(self.final.linear)
+        init_modulation(self)
+        init_embeddings(self.t_embed, self.told, self.caption, self.t_block)
+        init_zero(
+            *text_outputs(self),
+            *(m.temporal.attention.out for m in self.modules() if isinstance(m, SpatialTemporal)),
+            self.final.linear,
+        )
 
     def example_inputs(
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7
@@ -334,9 +197,26 @@ class STDiT(nn.Module):
 
         Sample i begins with i clean frames, modulo their number.
         """
-        config = self.config
-        inputs = video_inputs(batch, config.in_channels, frames, height, width, 0, (tokens, config.caption_channels))
-        if config.version != "v1":
-            inputs["x_mask"] = torch.arange(frames) >= (torch.arange(batch) % frames)[:, None]
-        sizes = {"num_frames": frames, "height": 8 * height, "width": 8 * width, "ar": height / width, "fps": 24}
-        return inputs | {name: torch.full((batch,), float(sizes[name])) for name in TOLD[config.version]}
+        return video_conditions(self.config, batch, frames, height, width, tokens)
+
+
+def stretch(config: Config, size: tuple[int, int], height: Tensor, width: Tensor) -> Tensor:
+    """The distance of neighbouring positions, of rows and of columns (b 2), in frames of `size` cells.
+
+    Positions fill a square. Its side is proportional to the root of the number of patches, over the root of the number
+    of pixels of (height, width).
+    """
+    down, across = (-(-cells // patch) for cells, patch in zip(size, config.patch[1:]))
+    side = round((down * across) ** 0.5) * config.input_sq_size / (height.double() * width.double()).sqrt()
+    return torch.stack([side / down, side / across], dim=-1)
+
+
+def video_conditions(
+    config: Config, batch: int, frames: int, height: int, width: int, tokens: int
+) -> dict[str, Tensor]:
+    """Random inputs of a forward with the conditions of the config's version."""
+    inputs = video_inputs(batch, config.in_channels, frames, height, width, 0, (tokens, config.caption_channels))
+    if config.version != "v1":
+        inputs["x_mask"] = torch.arange(frames) >= (torch.arange(batch) % frames)[:, None]
+    sizes = {"num_frames": frames, "height": 8 * height, "width": 8 * width, "ar": height / width, "fps": 24}
+    return inputs | {name: torch.full((batch,), float(sizes[name])) for name in CONDITIONS[config.version]}

@@ -5,15 +5,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo.reference import count, described, load
-from zoo.video.stdit import SIZES, Config, STDiT
+from zoo.video.stdit import SIZES, Config, build
 
 CLASSES = ("STDiT", "STDiT2", "STDiT3")
 
 
-def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> STDiT:
+def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> nn.Module:
     """Build the model of a state dict of Open-Sora's STDiT, STDiT2 or STDiT3, and load its weights.
 
     For v1, the number of heads is that of the published size unless given; ``space_scale`` and ``time_scale`` have to
@@ -42,8 +42,8 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> STDiT:
         if hidden != SIZES["v1-XL/2"]["hidden"]:
             raise ValueError(f"hidden={hidden} is not a published size of v1; pass heads=")
         found["heads"] = SIZES["v1-XL/2"]["heads"]
-    model = STDiT(Config(**{**found, **overrides}))
-    config = model.config
+    config = Config(**{**found, **overrides})
+    model = build(config)
     for name, scale in (("pos_embed", config.space_scale), ("pos_embed_temporal", config.time_scale)):
         if name in state and state[name].shape[1] > 1 and abs(state[name][0, 1, 0] - math.sin(1 / scale)) > 1e-3:
             which = "space_scale" if name == "pos_embed" else "time_scale"

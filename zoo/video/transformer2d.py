@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.attention import CrossAttention, LowRankAttention, SelfAttention
+from zoo.attention import CrossAttention, SelfAttention
 from zoo.layers import (
     MLP,
     Block,
@@ -35,14 +35,20 @@ from zoo.layers import (
     ScaleShiftTable,
     TimestepEmbed,
     VideoConfig,
+    add_time,
     expect,
+    init_embeddings,
     init_linear,
+    init_modulation,
     init_zero,
+    modulate,
+    norm,
+    split_modulation,
     tensor_parallel,
+    text_outputs,
     unpatchify,
     video_inputs,
 )
-from zoo.video import stdit
 
 SIZES: dict[str, dict[str, Any]] = {
     "720m": {"hidden": 1152, "depth": 28, "heads": 16},
@@ -85,6 +91,53 @@ class PaperLayer(nn.Module):
         return self.temporal(x, cond)
 
 
+class Spatial(nn.Module):
+    """Modulated attention within each frame."""
+
+    def __init__(self, dim: int, heads: int, low_rank: tuple[int, int] | None):
+        super().__init__()
+        self.attention = SelfAttention(dim, heads, "s", low_rank=low_rank)
+
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        shift, scale, gate, *_ = split_modulation(modulation)
+        return x + gate * self.attention(modulate(norm(x), shift, scale))
+
+
+class Temporal(nn.Module):
+    """Attention across frames, of the plain residual behind the spatial gate, attention to text, modulated MLP."""
+
+    def __init__(self, dim: int, heads: int, text: bool, positions: bool):
+        super().__init__()
+        self.positions = positions
+        self.attention = SelfAttention(dim, heads, "t")
+        self.cross = CrossAttention(dim, heads) if text else None
+        self.mlp = MLP(dim, 4 * dim)
+
+    def forward(
+        self, x: Tensor, modulation: Tensor, context: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp = split_modulation(modulation)
+        x = x + gate * self.attention(add_time(x) if self.positions else x)
+        if self.cross is not None:
+            assert context is not None
+            x = x + self.cross(x, context, mask)
+        return x + gate_mlp * self.mlp(modulate(norm(x), shift_mlp, scale_mlp))
+
+
+class STDiTLayer(nn.Module):
+    """The layer of Open-Sora 1.0: two stages that share one modulation."""
+
+    def __init__(self, dim: int, heads: int, first: bool, low_rank: tuple[int, int] | None, text: bool):
+        super().__init__()
+        self.modulation = ScaleShiftTable(dim, 6)
+        self.spatial = Spatial(dim, heads, low_rank)
+        self.temporal = Temporal(dim, heads, text, positions=first)
+
+    def forward(self, x: Tensor, cond: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        modulation = self.modulation(cond)
+        return self.temporal(self.spatial(x, modulation), modulation, context, mask)
+
+
 class Transformer2D(nn.Module):
     """``forward(x, timestep, label=None, context=None, context_mask=None)``
 
@@ -98,17 +151,21 @@ class Transformer2D(nn.Module):
         self.config = config
         dim, heads, text = config.hidden, config.heads, bool(config.caption_channels)
         self.stages = {
-            "": "x=b [i] t h w -> b [o] t h w",
-            "embed": "b [i] t [h w] -> b t [s c]",
-            "final": "b t s [c], cond=b [c] -> b t s [k]",
-        }
-        if config.block == "paper":
-            self.stages["blocks.*.spatial"] = "b t [s c], cond=b [k]"
-            self.stages["blocks.*.temporal"] = "b [t] s [c], cond=b [k]"
-        else:
-            given = ", context=b [l c], mask=b [l]" if text else ""
-            self.stages["blocks.*.spatial"] = "b t [s c], modulation=b [k c]"
-            self.stages["blocks.*.temporal"] = "b [t] s [c], modulation=b [k c]" + given
+            "paper": {
+                "": "x=b [i] t h w -> b [o] t h w",
+                "embed": "b [i] t [h w] -> b t [s c]",
+                "final": "b t s [c], cond=b [c] -> b t s [k]",
+                "blocks.*.spatial": "b t [s c], cond=b [k]",
+                "blocks.*.temporal": "b [t] s [c], cond=b [k]",
+            },
+            "stdit": {
+                "": "x=b [i] t h w -> b [o] t h w",
+                "embed": "b [i] t [h w] -> b t [s c]",
+                "final": "b t s [c], cond=b [c] -> b t s [k]",
+                "blocks.*.spatial": "b t [s c], modulation=b [k c]",
+                "blocks.*.temporal": "b [t] s [c], modulation=b [k c], context=b [l c], mask=b [l]",
+            },
+        }[config.block]
         self.cores = {"blocks.*.spatial.attention.core": SelfAttention.CORE["s"]}
 
         self.t_embed = TimestepEmbed(dim)
@@ -117,13 +174,9 @@ class Transformer2D(nn.Module):
         self.caption = MLP(config.caption_channels, dim, dim) if config.caption_channels else None
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
         self.blocks = nn.ModuleList(
-            PaperLayer(dim, heads, first=i == 0, low_rank=config.low_rank)
+            PaperLayer(dim, heads, i == 0, config.low_rank)
             if config.block == "paper"
-            else stdit.Layer(
-                ScaleShiftTable(dim, 6),
-                stdit.Spatial(dim, heads, low_rank=config.low_rank),
-                stdit.Temporal(dim, heads, text, time_scale=1.0 if i == 0 else None),
-            )
+            else STDiTLayer(dim, heads, i == 0, config.low_rank, text)
             for i in range(config.depth)
         )
         self.final = FinalLinear(dim, config.out_channels, config.patch, ScaleShiftTable(dim, 2))
@@ -165,22 +218,13 @@ class Transformer2D(nn.Module):
         and, in the stdit block, temporal and text attention start at zero. Low-rank attention initialises itself.
         """
         init_linear(self)
-        for mlp in filter(None, (self.t_embed.mlp, self.caption)):
-            nn.init.normal_(mlp.up.weight, std=0.02)
-            nn.init.normal_(mlp.down.weight, std=0.02)
-        nn.init.normal_(self.t_block.weight, std=0.02)
-        if self.label_embed is not None:
-            nn.init.normal_(self.label_embed.table.weight, std=0.02)
-        for module in self.modules():
-            if isinstance(module, ScaleShiftTable):
-                nn.init.normal_(module.table, std=self.config.hidden**-0.5)
-            if isinstance(module, stdit.Temporal):
-                init_zero(module.attention.out)
-            if isinstance(module, CrossAttention):
-                init_zero(module.out)
-            if isinstance(module, LowRankAttention):
-                module.reset_parameters()
-        init_zero(self.final.linear)
+        init_embeddings(self.t_embed, self.caption, self.t_block, self.label_embed)
+        init_modulation(self)
+        init_zero(
+            *text_outputs(self),
+            *(m.temporal.attention.out for m in self.modules() if isinstance(m, STDiTLayer)),
+            self.final.linear,
+        )
 
     def example_inputs(
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7

@@ -51,8 +51,8 @@ from zoo.layers import (
     init_zero,
     modulate,
     norm,
-    rows,
     sincos,
+    split_modulation,
     tensor_parallel,
     unpatchify,
     video_inputs,
@@ -114,7 +114,7 @@ class Queries(nn.Module):
         self.q_norm, self.k_norm = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
 
     def forward(self, x: Tensor, modulation: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shift, scale, *_ = rows(modulation, dims=1)
+        shift, scale, *_ = split_modulation(modulation, dims=1)
         q, k, v = self.qkv(modulate(norm(x), shift, scale)).chunk(3, dim=-1)
         q, k, v = (rearrange(y, "b n (h e) -> b n h e", h=self.heads) for y in (self.q_norm(q), self.k_norm(k), v))
         sin, cos = rope[:, None].chunk(2, dim=-1)
@@ -149,7 +149,7 @@ class Update(nn.Module):
         self.mlp = MLP(dim, mlp)
 
     def forward(self, x: Tensor, y: Tensor, modulation: Tensor, context: Tensor, image: Tensor | None = None) -> Tensor:
-        _, _, gate, shift, scale, gate_mlp = rows(modulation, dims=1)
+        _, _, gate, shift, scale, gate_mlp = split_modulation(modulation, dims=1)
         x = x + gate * self.out(y.flatten(-2))
         x = x + self.cross(self.norm(x), context, image)
         return x + gate_mlp * self.mlp(modulate(norm(x), shift, scale))
