@@ -38,7 +38,9 @@ from zoo.layers import (
     TimestepEmbed,
     VideoConfig,
     expect,
+    init_embeddings,
     init_linear,
+    init_modulation,
     init_zero,
     sincos,
     unpatchify,
@@ -50,7 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "XL/2": {"hidden": 1152, "depth": 9, "heads": 16},
     "test": {"hidden": 48, "depth": 2, "heads": 4},
 }
-AXES = {"t": "[t] h w", "h": "t [h] w", "w": "t h [w]"}  # the stage's dims for attention along each axis
+AXES = ("t", "h", "w")
 
 
 @dataclass(frozen=True)
@@ -137,17 +139,27 @@ class AxialVideo(nn.Module):
         super().__init__()
         self.config = config
         dim, summed = config.hidden, config.order == "summed"
-        attention = {f"blocks.*.{axis}": f"b {dims} [c]" + ", cond=b [e]" * (not summed) for axis, dims in AXES.items()}
         self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
         self.stages = {
-            "": "x=b [i] t y x -> b [o] t y x",
-            "embed": "b [i] t [y x] -> b t [s c]",
-            **attention,
-            "final": "b t h w [c], cond=b [e] -> b t h w [k]",
-        }
-        if summed:
-            self.stages["blocks.*.norm"] = "b t h w [c], cond=b [e]"
-            self.stages["blocks.*.fused"] = "b t h w [c], b t h w [c], cond=b [e]"
+            "sequential": {
+                "": "x=b [i] t y x -> b [o] t y x",
+                "embed": "b [i] t [y x] -> b t [s c]",
+                "blocks.*.t": "b [t] h w [c], cond=b [e]",
+                "blocks.*.h": "b t [h] w [c], cond=b [e]",
+                "blocks.*.w": "b t h [w] [c], cond=b [e]",
+                "final": "b t h w [c], cond=b [e] -> b t h w [k]",
+            },
+            "summed": {
+                "": "x=b [i] t y x -> b [o] t y x",
+                "embed": "b [i] t [y x] -> b t [s c]",
+                "blocks.*.norm": "b t h w [c], cond=b [e]",
+                "blocks.*.t": "b [t] h w [c]",
+                "blocks.*.h": "b t [h] w [c]",
+                "blocks.*.w": "b t h [w] [c]",
+                "blocks.*.fused": "b t h w [c], b t h w [c], cond=b [e]",
+                "final": "b t h w [c], cond=b [e] -> b t h w [k]",
+            },
+        }[config.order]
 
         self.t_embed = TimestepEmbed(dim)
         self.label_embed = LabelEmbed(config.num_classes, dim) if config.num_classes else None
@@ -179,13 +191,8 @@ class AxialVideo(nn.Module):
         all gates, start at zero.
         """
         init_linear(self)
-        nn.init.normal_(self.t_embed.mlp.up.weight, std=0.02)
-        nn.init.normal_(self.t_embed.mlp.down.weight, std=0.02)
-        if self.label_embed is not None:
-            nn.init.normal_(self.label_embed.table.weight, std=0.02)
-        for module in self.modules():
-            if isinstance(module, ScaleShiftLinear):
-                init_zero(module.linear)
+        init_embeddings(self.t_embed, self.label_embed)
+        init_modulation(self)
         init_zero(self.final.linear)
 
     def example_inputs(self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8) -> dict[str, Tensor]:

@@ -23,7 +23,9 @@ from zoo.layers import (
     TimestepEmbed,
     check_shape,
     expect,
+    init_embeddings,
     init_linear,
+    init_modulation,
     init_zero,
     modulate,
     split_modulation,
@@ -156,13 +158,8 @@ class ScanModel(nn.Module):
         """
         init_linear(self.embed)
         init_linear(self.t_embed)
-        for layer in (self.t_embed.mlp.up, self.t_embed.mlp.down):
-            nn.init.normal_(layer.weight, std=0.02)
-        if self.label_embed is not None:
-            nn.init.normal_(self.label_embed.table.weight, std=0.02)
-        for module in self.modules():
-            if isinstance(module, ScaleShiftLinear):
-                init_zero(module.linear)
+        init_embeddings(self.t_embed, self.label_embed)
+        init_modulation(self)
         for block in (*self.spatial, *self.temporal):
             for part in (*block.norms, *block.mixers):
                 part.init_weights()

@@ -47,7 +47,9 @@ from zoo.layers import (
     TimestepEmbed,
     VideoConfig,
     expect,
+    init_embeddings,
     init_linear,
+    init_modulation,
     init_zero,
     modulate,
     norm,
@@ -62,21 +64,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "1.3B": {"hidden": 1536, "depth": 30, "heads": 12, "mlp": 8960},
     "14B": {"hidden": 5120, "depth": 40, "heads": 40, "mlp": 13824},
     "i2v-14B": {
-        "hidden": 5120,
-        "depth": 40,
-        "heads": 40,
-        "mlp": 13824,
-        "in_channels": 36,
-        "condition_channels": 20,
-        "image_channels": 1280,
+        **{"hidden": 5120, "depth": 40, "heads": 40, "mlp": 13824},
+        **{"in_channels": 36, "condition_channels": 20, "image_channels": 1280},
     },
     "i2v-2.2-14B": {
-        "hidden": 5120,
-        "depth": 40,
-        "heads": 40,
-        "mlp": 13824,
-        "in_channels": 36,
-        "condition_channels": 20,
+        **{"hidden": 5120, "depth": 40, "heads": 40, "mlp": 13824},
+        **{"in_channels": 36, "condition_channels": 20},
     },
     "ti2v-5B": {"hidden": 3072, "depth": 30, "heads": 24, "mlp": 14336, "in_channels": 48, "frame_times": True},
     "test": {"hidden": 48, "depth": 2, "heads": 4, "mlp": 64, "in_channels": 4, "caption_channels": 20},
@@ -104,7 +97,7 @@ class Config(VideoConfig):
             )
 
 
-class Queries(nn.Module):
+class AttentionInputs(nn.Module):
     """Queries, keys and values (b n h e) of a modulated stream (b n c): q and k normed over all heads, then rotated."""
 
     def __init__(self, dim: int, heads: int):
@@ -138,7 +131,7 @@ class ImageAttention(CrossAttention):
         return self.out((attend(q, k, v) + attend(q, image_k, image_v)).flatten(2))
 
 
-class Update(nn.Module):
+class AttentionOutputs(nn.Module):
     """The rest of a block after self-attention ``y`` (b n h e): its residual, attention to text, the MLP."""
 
     def __init__(self, dim: int, heads: int, mlp: int, image: bool = False):
@@ -159,13 +152,18 @@ class Block(nn.Module):
     def __init__(self, dim: int, heads: int, mlp: int, image: bool = False):
         super().__init__()
         self.modulation = ScaleShiftTable(dim, 6)
-        self.queries = Queries(dim, heads)
+        self.queries = AttentionInputs(dim, heads)
         self.core = SoftmaxAttention()
-        self.update = Update(dim, heads, mlp, image)
+        self.update = AttentionOutputs(dim, heads, mlp, image)
 
     def forward(self, x: Tensor, cond: Tensor, context: Tensor, rope: Tensor, image: Tensor | None = None) -> Tensor:
         modulation = self.modulation(cond)
         return self.update(x, self.core(*self.queries(x, modulation, rope)), modulation, context, image)
+
+    def fused(self) -> list[nn.Linear]:
+        """The layers that are several projections in one."""
+        cross = self.update.cross
+        return [self.queries.qkv, cross.kv, *([cross.image_kv] if isinstance(cross, ImageAttention) else [])]
 
 
 class ImageEmbed(nn.Module):
@@ -195,15 +193,20 @@ class Wan(nn.Module):
         super().__init__()
         self.config = config
         dim, image = config.hidden, config.image_channels > 0
-        each, given = "b n" if config.frame_times else "b", ", image=b [j c]" if image else ""
         self.stages = {
             "": "x=b [i] t y x -> b [o] t y x",
             "embed": "b n [k] -> b n [c]",
-            "blocks.*.queries": f"b n [c], modulation={each} [k c], rope=n [e] -> b n h [e], b n h [e], b n h [e]",
+            "blocks.*.queries": "b n [c], modulation=b [k c], rope=n [e] -> b n h [e], b n h [e], b n h [e]",
             "blocks.*.core": "b [n] h [e], b [n] h [e], b [n] h [e] -> b [n] h [e]",
-            "blocks.*.update": f"b n [c], y=b n [h e], modulation={each} [k c], context=b [l c]{given}",
-            "final": f"b n [c], cond={each} [c] -> b n [k]",
+            "blocks.*.update": "b n [c], y=b n [h e], modulation=b [k c], context=b [l c], image=b [j c]",
+            "final": "b n [c], cond=b [c] -> b n [k]",
         }
+        if config.frame_times:
+            self.stages |= {
+                "blocks.*.queries": "b n [c], modulation=b n [k c], rope=n [e] -> b n h [e], b n h [e], b n h [e]",
+                "blocks.*.update": "b n [c], y=b n [h e], modulation=b n [k c], context=b [l c], image=b [j c]",
+                "final": "b n [c], cond=b n [c] -> b n [k]",
+            }
         self.cores = {"blocks.*.core": "b [n] (g r) [d], b [n] g [d], b [n] g [d] -> b [n] (g r) [d]"}
 
         self.t_embed = TimestepEmbed(dim)
@@ -273,18 +276,13 @@ class Wan(nn.Module):
         std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer starts at zero.
         """
         init_linear(self)
-        for mlp in (self.t_embed.mlp, self.caption):
-            nn.init.normal_(mlp.up.weight, std=0.02)
-            nn.init.normal_(mlp.down.weight, std=0.02)
-        for module in self.modules():
-            if isinstance(module, ScaleShiftTable):
-                nn.init.normal_(module.table, std=self.config.hidden**-0.5)
-            if isinstance(module, nn.RMSNorm | nn.LayerNorm):
-                module.reset_parameters()
-            if isinstance(module, Queries | CrossAttention):
-                fused = [module.qkv] if isinstance(module, Queries) else [module.kv, getattr(module, "image_kv", None)]
-                for weight in (part for linear in fused if linear for part in linear.weight.split(self.config.hidden)):
-                    nn.init.xavier_uniform_(weight)
+        init_embeddings(self.t_embed, self.caption)
+        for block in (module for module in self.blocks if isinstance(module, Block)):
+            init_modulation(block)
+            for weight in (part for linear in block.fused() for part in linear.weight.split(self.config.hidden)):
+                nn.init.xavier_uniform_(weight)
+        for module in filter(None, (self.image, self.final)):
+            init_modulation(module)
         init_zero(self.final.linear)
 
     def example_inputs(
