@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from dsp.notation import StagePattern
+from dsp.stages import Stage, declared
 
 log = logging.getLogger("dsp")
 
@@ -47,6 +51,14 @@ def of_type(model: nn.Module) -> dict[str, str] | None:
     takes = inspect.signature(model.forward).parameters
     found = [pattern for pattern in line.split(", ") if pattern.partition("=")[0] in takes]
     return {"": ", ".join(found)} if found else None
+
+
+def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
+    """The stages of a model, and the pattern of its inputs and outputs; by default those that the model names, or those
+    known for its class."""
+    if stages is None:
+        stages = getattr(model, "stages", None) or stages_for(model) or of_type(model)
+    return declared(model, stages)
 
 
 def methods_for(model: Any) -> dict[str, str] | None:

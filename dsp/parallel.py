@@ -10,12 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from dsp.core.parallel import Parallel
 from dsp.glue.offers import ShardingRules
 from dsp.hardware import Hardware
-from dsp.known import of_type, stages_for
+from dsp.known import stages_of
 from dsp.layout import Axis
-from dsp.notation import StagePattern
 from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.routes import Route
-from dsp.stages import Stage, declared
 from dsp.wire import SAME, Wire
 
 
@@ -60,11 +58,3 @@ def parallelize(
     if axis.size > 1:
         Parallel(model, axis, *declarations, gather_output, ShardingRules())
     return model
-
-
-def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
-    """The stages of a model, and the pattern of its inputs and outputs; by default those that the model names, or those
-    known for its class."""
-    if stages is None:
-        stages = getattr(model, "stages", None) or stages_for(model) or of_type(model)
-    return declared(model, stages)

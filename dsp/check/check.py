@@ -15,8 +15,8 @@ from dsp.check.compare import Trial, compare
 from dsp.check.independence import compare_slices, recorded, some, unseen
 from dsp.check.modes import Mode, called, prepared, rounding
 from dsp.check.report import Report
+from dsp.known import stages_of
 from dsp.layout import Axis
-from dsp.plan.make import stages_of
 from dsp.run.agreement import agree
 from dsp.run.parallel import parallelize
 from dsp.signature import Signature, sizes_of_root

@@ -32,9 +32,10 @@ from dsp.discovery.patterns import Patterns
 from dsp.discovery.repeats import Repeats
 from dsp.discovery.search import Search
 from dsp.discovery.shapes import Shapes
+from dsp.known import stages_of
 from dsp.layout import Cut
 from dsp.notation import NotationError
-from dsp.plan.make import plan_stages, stages_of
+from dsp.plan.make import plan_stages
 from dsp.plan.reads import READS, place
 from dsp.plan.solve import Goal
 from dsp.private import FakeTensorMode, fake_tensor, pytree

@@ -20,10 +20,11 @@ from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
 from dsp.hardware import Hardware
 from dsp.house import install
+from dsp.known import stages_of
 from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
 from dsp.overlap import overlap_of, refuse_overlap
-from dsp.plan.make import plan_stages, stages_of
+from dsp.plan.make import plan_stages
 from dsp.plan.solve import Goal
 from dsp.report.table import Plan
 from dsp.routes import Route

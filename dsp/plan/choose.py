@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from dsp.hardware import Estimate, Hardware, clock
+from dsp.known import stages_of
 from dsp.overlap import overlap_of
-from dsp.plan.make import quickest, stages_of
+from dsp.plan.make import quickest
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal
 from dsp.planner import Infeasible

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from dsp.hardware import Hardware
-from dsp.known import of_type, stages_for
+from dsp.known import stages_of
 from dsp.layout import cuts_of
 from dsp.legs import STRAIGHT
 from dsp.notation import StagePattern
@@ -28,7 +28,7 @@ from dsp.plan.traffic import PlannedTraffic, of_links
 from dsp.planner import Packed, Value
 from dsp.report.table import Plan
 from dsp.routes import Route
-from dsp.stages import Stage, declared
+from dsp.stages import Stage
 from dsp.wire import AS_IT_IS, SAME, Wire, format_for, permitted
 
 WORTH = 0.03  # the share of a step that fewer bits have to save
@@ -174,11 +174,3 @@ def plan_stages(
 
     better = remedy(root, t, made, lambda named: plan_stages(model, stages, named, args, kwargs, goal))
     return replace(made, remedy=better)
-
-
-def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
-    """The stages of a model, and the pattern of its inputs and outputs; by default those that the model names, or those
-    known for its class."""
-    if stages is None:
-        stages = getattr(model, "stages", None) or stages_for(model) or of_type(model)
-    return declared(model, stages)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dsp.calls import GlueError
 from dsp.gradients import waited
 from dsp.hardware import Hardware
+from dsp.known import stages_of
 from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
@@ -27,7 +28,7 @@ from dsp.overlap import Overlap, overlap_of, refuse_overlap
 from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
-from dsp.plan.make import make_plan, stages_of
+from dsp.plan.make import make_plan
 from dsp.plan.operations import Operations
 from dsp.plan.recorder import Recorder
 from dsp.plan.rehearsal import trace

@@ -28,7 +28,7 @@ ROOMS = {
     "core": """meter skeleton record backward carrier keys watch copies offers checkpoints inputs stage_calls recording
         run hooks placement decide parallel""",
     "glue": "traffic local sources offers",
-    "report": "traffic picture hidden table",
+    "report": "traffic picture hidden table names cost measure advice plan",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid place core ulysses low_rank ring tensor method timing",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.plan.make import stages_of
+from dsp.known import stages_of
 from dsp.plan.operations import Operations
 from dsp.plan.record import OperationNode, StageNode
 from dsp.plan.rehearsal import trace

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import dsp
 import zoo
+from dsp.known import stages_of
 from dsp.plan.events import Trace
-from dsp.plan.make import stages_of
 from dsp.plan.rehearsal import trace
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints

@@ -1,0 +1,193 @@
+"""The cost of a decision for the busiest rank: work, memory, and the rows of the table of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from dsp.core.decide import Decision
+from dsp.core.record import BoundStage, Node, Record
+from dsp.notation import BATCH_NAMES
+from dsp.planner import Choice, Layout, Move, Op, chunk_sizes
+from dsp.report.names import Names
+from dsp.report.table import StageRow, Switch, Whole
+from dsp.rules.sources import EXPANDED
+from dsp.stages import Option
+from dsp.text import generic
+
+
+class Step(NamedTuple):
+    """An op of the planner's problem, its node, and the choice that was made."""
+
+    at: int
+    node: Node
+    op: Op
+    choice: Choice
+
+    @property
+    def option(self) -> Option | None:
+        return None if self.node.offer is None else self.node.offer.option
+
+
+class Loads:
+    """The loads of one rank by op: `shares` of the computation, and in `held` the bytes of the largest tensor on the
+    rank, and of the largest on one process."""
+
+    def __init__(self, record: Record, decision: Decision) -> None:
+        self.problem, self.solution, self.size = decision.problem, decision.solution, record.n
+        parts = zip(decision.nodes, self.problem.ops, decision.choices)
+        self.steps = [Step(at, *part) for at, part in enumerate(parts)]
+        self.views = [node for node in record.nodes if node.view or node.identity]
+        self.stretched = {
+            op.outputs[0] for _, node, op, _ in self.steps if node.name in EXPANDED and op.outputs and grown(node)
+        }
+        self.shares = [self.share(step) for step in self.steps]
+        self.held = [self.largest(step) for step in self.steps]
+        self.longest = max((largest for _, largest in self.held), default=0) or 1
+
+    def local(self, v: int, cut: Layout) -> int:
+        return self.problem.values[v].local_bytes(cut, self.size)
+
+    def share(self, step: Step) -> float:
+        """The busiest rank's share of an op: its chunk of the sharded dim, or everything."""
+        if step.option is not None:
+            return step.option.share(self.size)
+        return step.op.share(step.choice, self.problem.values, self.size)
+
+    def largest(self, step: Step) -> tuple[int, int]:
+        if step.node.kind == "output":  # full, if the caller asked for it
+            return 0, 0
+        layouts = [(v, cut) for v, cut in step.op.layouts(step.choice) if v not in self.stretched]
+        parts = [self.local(v, cut) for v, cut in layouts]
+        full = [self.problem.values[v].nbytes for v, _ in layouts]
+        if step.option is not None and step.option.onto:  # each rank's sum has the full size
+            parts += full
+        made = step.node.cost.largest
+        return max([*parts, int(made * self.shares[step.at])]), max([*full, made])
+
+    @cached_property
+    def flops(self) -> list[int]:
+        """The FLOPs of each op in a step, on one process."""
+        return [forwards(step.node) * step.node.cost.flops for step in self.steps]
+
+    @property
+    def busiest(self) -> float:
+        """The FLOPs of a step on the busiest rank."""
+        return sum(work * share for work, share in zip(self.flops, self.shares))
+
+    @property
+    def touched(self) -> float:
+        """Bytes that the busiest rank reads and writes in a step."""
+        return sum(forwards(s.node) * s.node.cost.touched * share for s, share in zip(self.steps, self.shares))
+
+    @property
+    def touched_alone(self) -> int:
+        return sum(forwards(step.node) * step.node.cost.touched for step in self.steps)
+
+    @property
+    def peak(self) -> int:
+        """The peak of a rank, during functions of plain tensors too."""
+        saved = [*accumulate((step.choice.saved for step in self.steps), initial=self.problem.resident)][1:]
+        plain = [s + step.node.cost.work for s, step in zip(saved, self.steps) if step.node.kind == "plain"]
+        return max([self.solution.peak, *plain])
+
+    def whole(self) -> list[Whole]:
+        """The operations that run replicated on tensors longer than 1.5/N of the longest, the most expensive first."""
+        total, rows = max(sum(self.flops), 1), dict[tuple[str, str], Whole]()
+        for step, (largest, _), work in zip(self.steps, self.held, self.flops):
+            if step.node.kind not in ("operation", "plain") or any(cut for _, cut in step.op.layouts(step.choice)):
+                continue
+            if largest * self.size < 1.5 * self.longest or self.size == 1:
+                continue
+            if step.node.kind == "operation" and not made(step.node):  # a view, or a read of numbers
+                continue
+            key = step.node.name, generic(step.node.module)
+            row = rows.get(key, Whole(*key, 0, 0.0, 0))
+            rows[key] = Whole(*key, max(row.bytes, largest), row.part + work / total, row.calls + 1)
+        return sorted(rows.values(), key=lambda w: (w.part, w.bytes), reverse=True)
+
+
+def made(node: Node) -> bool:
+    """Tell whether a node makes or writes a tensor."""
+    read = {t.memory for t in node.refs}
+    return node.in_place or any(r.memory not in read for r in node.results) or node.cost.largest > 0
+
+
+def grown(node: Node) -> bool:
+    """Tell whether a result has more numbers than the operand, and no memory for them."""
+    return bool(node.operands) and node.results[0].shape.numel() > node.operands[0].shape.numel()  # type: ignore[attr-defined]
+
+
+def forwards(node: Node) -> int:
+    """The cost of a node in a training step, in forwards: a backward counts as two, a recomputation as one."""
+    return 1 + (2 + node.cost.recomputed) * any(node.result_grads)
+
+
+class Rows:
+    """The rows of a plan's table. sent: for each move the bytes, and the calls without those shared with others."""
+
+    def __init__(self, loads: Loads, names: Names, sent: Mapping[Move, tuple[int, int]]) -> None:
+        self.loads, self.names, self.sent = loads, names, sent
+        self.before: dict[int, list[Move]] = {}
+        for m in loads.solution.moves:
+            if m.kind != "split":
+                self.before.setdefault(m.before, []).append(m)
+
+    def switches(self) -> list[Switch]:
+        """Every switch and gather of a forward."""
+        values, ops = self.loads.problem.values, self.loads.problem.ops
+        return [
+            Switch(
+                m.kind, values[m.value].name, self.names.of(m.value, m.src), self.names.of(m.value, m.dst),
+                ops[m.before].name, self.sent[m][0], shared=not self.sent[m][1],
+            )
+            for m in self.loads.solution.moves if m.kind != "split"
+        ]  # fmt: skip
+
+    def stages(self) -> Iterator[StageRow]:
+        """A row for each stage call, and for each operation that sends."""
+        loads, saved = self.loads, self.loads.problem.resident
+        for step in loads.steps:
+            moves, option, choice = self.before.get(step.at, []), step.option, step.choice
+            saved += choice.saved
+            peak = saved + choice.work + sum(loads.local(v, cut) for v, cut in step.op.layouts(choice))
+            nbytes = sum(self.sent[m][0] for m in moves) + choice.bytes
+            calls = sum(self.sent[m][1] for m in moves) + choice.calls
+            share = loads.held[step.at][0] / loads.longest
+            along = option.name if option is not None else self.layout(step, moves)
+            costs = self.moved(step, moves, along), nbytes, peak, calls
+            if isinstance(step.node.call, BoundStage) and option is not None:
+                stage, idle = step.node.call.stage, 0
+                if option.name is not None:
+                    idle = chunk_sizes(option.size, loads.size).count(0)
+                order = dict.fromkeys(x for p in stage.pattern.inputs for x in p.names if x in p.computed)
+                offered = [o.option.name for o in step.node.offers if o.option is not None]
+                free = tuple(dict.fromkeys(name for name in offered if name not in (None, *BATCH_NAMES)))
+                short = tuple(n for n in stage.pattern.free if n not in BATCH_NAMES and n not in free)
+                part = loads.flops[step.at] / max(sum(loads.flops), 1)
+                text, line = stage.pattern.text, step.node.line
+                yield StageRow(step.op.name, text, (*order,), along, *costs, idle, share, line, free, short, part)
+            elif moves or choice.bytes:
+                yield StageRow(f"({step.op.name})", "", (), along, *costs, share=share, line=step.node.line)
+
+    def layout(self, step: Step, moves: list[Move]) -> str | None:
+        """The name of the dim that an operation is sharded along: of a moved operand, if there is one."""
+        needs = dict(zip(step.op.inputs, step.choice.needs))
+        ends = [(m.value, m.dst) for m in moves if m.dst is not None and m.dst == needs.get(m.value)]
+        return next((self.names.of(v, cut) for v, cut in (*ends, *needs.items()) if cut is not None), None)
+
+    def moved(self, step: Step, moves: list[Move], along: str | None) -> str:
+        """The moves before an op that is sharded `along` a dim, which is named so, and the op's own collectives."""
+        needs, texts = dict(zip(step.op.inputs, step.choice.needs)), list[str]()
+        for m in moves:
+            src, dst = self.names.of(m.value, m.src), self.names.of(m.value, m.dst)
+            end = along if m.dst == needs.get(m.value, m.src) and along != src else dst
+            texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}")
+        if step.choice.bytes and step.node.offer is not None:
+            kinds = [c.kind.replace("_", "-") for c in step.node.offer.inner]
+            if step.option is not None and step.option.onto:
+                kinds = [f"+{along} → {step.option.onto}"]
+            texts += dict.fromkeys(kinds)
+        return ", ".join(texts)

@@ -1,0 +1,149 @@
+"""The cost of the nodes of a forward, noted while it is recorded."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from dsp.core.meter import NodeMeter, visible
+from dsp.core.record import Cost, Node, Record
+from dsp.core.skeleton import checkpointed
+from dsp.lines import line_now
+from dsp.private import checkpoint_frame, compiled_callers, storage_id
+from dsp.stages import clean
+
+
+class Plain(NamedTuple):
+    """Functions of plain tensors that ran between two nodes, and whether one of them kept something for backward."""
+
+    name: str
+    module: str
+    cost: Cost
+    kept: bool
+
+
+class Measure(NodeMeter):
+    """Notes what each node costs. Functions of plain tensors, between two nodes and in one module, become a node, too.
+
+    recompute: each stage counts as one that keeps only its inputs for backward.
+    """
+
+    def __init__(self, record: Record, model: nn.Module, recompute: bool = False) -> None:
+        super().__init__()
+        self.record, self.recompute = record, recompute
+        self.paths = {id(m): clean(path) for path, m in model.named_modules()}
+        self.resident = {storage_id(t.untyped_storage()) for t in itertools.chain(model.parameters(), model.buffers())}
+        self.kept: dict[int, torch.UntypedStorage] = {}  # memory kept for backward; a reference, so that ids stay valid
+        self.saved: list[Tensor] = []  # since the last restart
+        self.plain: list[Plain] = []  # since the last node
+        self.region: Any = None  # the activation checkpoint of the last node
+        self.compiled: dict[str, None] = {}  # functions given to torch.compile that ran uncompiled
+        self.saving = saved_tensors_hooks(self.pack, lambda t: t)
+        self.attention = VisiblePairs(self)
+
+    def __enter__(self) -> Measure:
+        self.saving.__enter__()
+        self.attention.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.attention.__exit__(*error)
+        self.saving.__exit__(*error)
+
+    def pack(self, t: Tensor) -> Tensor:
+        self.saved.append(t)
+        return t
+
+    def start(self) -> None:
+        if self.flops or any(self.touched):
+            path, saved, keeps = place(self.paths), self.keep(), bool(self.saved)
+            cost = Cost(self.flops, sum(self.touched), self.largest, self.peak, saved)
+            self.plain.append(Plain(self.heaviest, path, cost, keeps))
+        super().start()
+        self.saved = []
+
+    def finish(self, node: Node) -> None:
+        frame, stage = checkpoint_frame(), node.kind == "stage"
+        itself = stage and checkpointed(node.call.stage.module.__dict__.get("forward"))  # type: ignore[union-attr]
+        again = itself or frame is not None or (stage and self.recompute)
+        first = again and (itself or frame is None or frame is not self.region)
+        kept = self.keep()
+        saved = 0 if again else sum(s.nbytes() for s in storages(self.saved).values()) if stage else kept
+        outside, inside = self.touched
+        node.cost = Cost(
+            self.flops, outside + inside, self.largest, self.peak, saved, inside, self.operations, again,
+            stage and first,
+        )  # fmt: skip
+        node.line, node.module, self.region = line_now(), "" if stage else place(self.paths), frame
+        self.compiled |= dict.fromkeys(compiled())
+        self.add_plain()
+        super().finish(node)
+        self.saved = []
+
+    def keep(self) -> int:
+        """Bytes that are newly kept for backward; parameters exist anyway."""
+        fresh = {k: s for k, s in storages(self.saved).items() if k not in self.kept and k not in self.resident}
+        self.kept |= fresh
+        return sum(storage.nbytes() for storage in fresh.values())
+
+    def add_plain(self) -> None:
+        """Add a node for the functions of plain tensors that ran in one module before this node."""
+        for (module, kept), group in itertools.groupby(self.plain, lambda p: (p.module, p.kept)):
+            several = [*group]
+            heaviest = max(several, key=lambda p: p.cost.work)
+            costs = [p.cost for p in several]
+            node = Node("plain", heaviest.name, [], module=module, result_grads=(kept,))
+            node.cost = Cost(
+                sum(c.flops for c in costs), sum(c.touched for c in costs), max(c.largest for c in costs),
+                heaviest.cost.work, sum(c.saved for c in costs),
+            )  # fmt: skip
+            self.record.nodes.append(node)
+        self.plain = []
+
+
+class VisiblePairs(TorchFunctionMode):
+    """Lets a meter count the pairs of query and key that attention computes: under a causal mask, the visible ones."""
+
+    def __init__(self, meter: NodeMeter) -> None:
+        super().__init__()
+        self.meter = meter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.meter.part = visible(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.meter.part = 1.0
+
+
+def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The memory of kept tensors, without parameters."""
+    return {storage_id(t.untyped_storage()): t.untyped_storage() for t in kept if not isinstance(t, nn.Parameter)}
+
+
+def place(paths: dict[int, str]) -> str:
+    """The path of the innermost module whose forward runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and (path := paths.get(id(frame.f_locals.get("self")))) is not None:
+            return path
+        frame = frame.f_back
+    return ""
+
+
+def compiled() -> list[str]:
+    """The functions that torch.compile was given and that run, by name: they run uncompiled."""
+    return [getattr(f, "__qualname__", type(f).__name__) for f in compiled_callers()]

@@ -1,0 +1,192 @@
+"""`plan`: how a model would run on several ranks, found on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+
+from dsp.core.decide import Decision, decide
+from dsp.core.inputs import signature_of
+from dsp.core.offers import lay_out
+from dsp.core.record import Layout, Record
+from dsp.core.recording import RecordOptions, record_forward
+from dsp.glue.offers import ShardingRules
+from dsp.hardware import Hardware
+from dsp.known import stages_of
+from dsp.layout import Cut, cuts_of
+from dsp.notation import StagePattern
+from dsp.planner import Move
+from dsp.private import wraps_compiled
+from dsp.report.advice import remedy
+from dsp.report.cost import Loads, Rows
+from dsp.report.measure import Measure
+from dsp.report.names import Names
+from dsp.report.table import Plan
+from dsp.report.traffic import PHASES, Transfer, planned_transfers
+from dsp.stages import Stage, clean
+from dsp.text import Moving
+from dsp.wire import SAME
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The goal of a plan, of the arguments of `plan`. batch: batch may be sharded to save bytes."""
+
+    size: int
+    memory: int | None = None
+    dtype: torch.dtype | None = None
+    gather_output: bool = True
+    given: Mapping[str, Cut] = field(default_factory=dict)
+    hardware: Hardware | None = None
+    batch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size, the number of ranks, must be at least 1, got {self.size}")
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    size: int,
+    stages: Mapping[str, str] | None = None,
+    memory: int | None = None,
+    dtype: torch.dtype | None = None,
+    gather_output: bool = True,
+    given: Mapping[str, Placement] | None = None,
+    hardware: Hardware | None = None,
+    wire: str | Mapping[str, str] = SAME,
+    route: Any = None,
+    overlap: Any = None,
+) -> Plan:
+    """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
+
+    A forward that reads its data is run once, on real inputs. args, kwargs: the arguments of the forward (meta tensors
+    will do, unless it reads its data); stages: as for `parallelize`, by default ``model.stages``; memory: bytes a rank
+    may hold, parameters included; dtype: the floating-point type to plan for, by default that of the model;
+    gather_output: the outputs are gathered, as for `parallelize`; given: the parameters whose arguments will be
+    DTensors, sharded already, and their placement; hardware: the devices and the links between them, for an estimate in
+    seconds (it neither changes the layouts nor limits the memory). Raises ValueError on a stage that does not fit, and
+    `dsp.planner.Infeasible` if nothing fits in the memory.
+    """
+    if wire != SAME or route is not None or overlap is not None:
+        raise NotImplementedError("wire=, route= and overlap= do not work with DSP_HOUSE=new yet")
+    goal = Goal(size, memory, dtype, gather_output, cuts_of(given or {}), hardware)
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
+    return plan_stages(model, *stages_of(model, stages), args, dict(kwargs or {}), goal, advise=True)
+
+
+def plan_stages(
+    model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, goal: Goal,
+    advise: bool = False,
+) -> Plan:  # fmt: skip
+    """`plan` for stages that are known already. advise: where operations run replicated, say why, and name a remedy."""
+    record, meter = recorded(model, stages, root, args, kwargs, goal)
+    lay_out(record)
+    params = [*model.parameters(), *model.buffers()]
+    kinds = RecordOptions(dtype=goal.dtype)
+    resident = sum(t.numel() * kinds.dtype_of(t).itemsize for t in {id(t): t for t in params}.values())
+    with Moving("plan") as line:
+        decision = decide(record, goal.gather_output, goal.memory, resident, goal.batch, line.say)
+    made = printed(record, decision, goal)
+    staged = {id(m) for stage in stages for m in stage.module.modules()}
+    between = [(path, m) for path, m in model.named_modules() if path and id(m) not in staged]
+    made = replace(made, compiled=[*meter.compiled, *(clean(path) for path, m in between if wraps_compiled(m))])
+    if not advise:
+        return made
+    made = replace(made, record=record)
+    if not made.whole:
+        return made
+    bound = signature_of(model, root).bind(args, kwargs)[1]
+    unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
+    replan = lambda named: plan_stages(model, stages, named, args, kwargs, goal)  # noqa: E731
+    return replace(made, remedy=remedy(root, record, unnamed, made, replan))
+
+
+def recorded(
+    model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, goal: Goal
+) -> tuple[Record, Measure]:
+    """The record of the forward, and what measured its nodes."""
+    options = RecordOptions(Measure, goal.dtype)
+    record = record_forward(model, stages, root, args, kwargs, goal.size, ShardingRules(), options)
+    meter: Measure = record.driver.meter  # type: ignore[attr-defined]
+    del record.driver  # it holds tensors
+    return record, meter
+
+
+def printed(record: Record, decision: Decision, goal: Goal) -> Plan:
+    """The plan of a record with its decision."""
+    transfers, names, loads = planned_transfers(record), Names(record), Loads(record, decision)
+    sends = {phase: busiest([t for t in transfers if t.phase == phase], record.n) for phase in PHASES}
+    total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in sends.items()}
+    rows = Rows(loads, names, by_move(record, decision, transfers))
+    replicated = [work for work, share in zip(loads.flops, loads.shares) if share == 1]
+    return Plan(
+        record.n,
+        [*rows.stages()],
+        rows.switches(),
+        total,
+        loads.peak,
+        decision.problem.resident,
+        decision.solution.exact,
+        entry=dict(record.entry),
+        share=max((largest for largest, _ in loads.held), default=1) / loads.longest,
+        whole=loads.whole(),
+        calls={phase: sum(calls for _, calls in sent.values()) for phase, sent in sends.items()},
+        flops=int(loads.busiest),
+        flops_alone=sum(loads.flops),
+        flops_whole=sum(replicated),
+        flops_model=sum(s.node.cost.flops * (1 + 2 * any(s.node.result_grads)) for s in loads.steps),
+        # a tensor that is sent is copied once, on packing or unpacking
+        touched=int(loads.touched) + 2 * sum(total.values()),
+        touched_alone=loads.touched_alone,
+        sends=sends,
+        hardware=goal.hardware,
+        problem=decision.problem,
+        names=[names.names[base] for base in record.bases],
+        inputs=inputs_along(record, decision, names),
+    )
+
+
+def inputs_along(record: Record, decision: Decision, names: Names) -> dict[str, tuple[str, ...]]:
+    """The dims along which each declared input is split."""
+    number, used = {base: v for v, base in enumerate(record.bases)}, dict[int, set[Layout]]()
+    for op, choice in zip(decision.problem.ops, decision.choices):
+        for v, cut in zip(op.inputs, choice.needs):
+            used.setdefault(v, set()).add(cut)
+    declared = {param: number[record.inputs[param].base] for param in record.patterns}
+    return {
+        param: tuple(sorted(str(names.of(v, cut)) for cut in used.get(v, ()) if cut is not None))
+        for param, v in declared.items()
+    }
+
+
+def busiest(transfers: Sequence[Transfer], n: int) -> dict[str, tuple[int, int]]:
+    """Bytes and calls by kind of collective, of the rank that sends most."""
+    sent = [sum(each) for each in zip(*[t.sent for t in transfers])] or [0] * n
+    rank, kinds = sent.index(max(sent)), dict[str, tuple[int, int]]()
+    for t in transfers:
+        nbytes, calls = kinds.get(t.kind, (0, 0))
+        kinds[t.kind] = nbytes + t.sent[rank], calls + t.calls
+    return kinds
+
+
+def by_move(record: Record, decision: Decision, transfers: Sequence[Transfer]) -> dict[Move, tuple[int, int]]:
+    """For each move the bytes that the busiest rank sends, and its calls without those shared with an earlier move."""
+    calls: dict[Any, list[int]] = {}
+    for t in transfers:
+        if t.phase == "forward" and t.move is not None:
+            calls.setdefault(t.move, []).append(t.calls)
+    sent = {}
+    for m in decision.solution.moves:
+        if m.kind != "split":
+            waiting = calls.get((record.bases[m.value], m.src, m.dst))
+            sent[m] = m.bytes, waiting.pop(0) if waiting else int(record.n > 1)
+    return sent
