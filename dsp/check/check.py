@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import dsp
 from dsp.check.compare import Trial, compare
 from dsp.check.independence import compare_slices, recorded, some, unseen
 from dsp.check.modes import Mode, called, prepared, rounding
@@ -18,7 +19,6 @@ from dsp.check.report import Report
 from dsp.known import stages_of
 from dsp.layout import Axis
 from dsp.run.agreement import agree
-from dsp.run.parallel import parallelize
 from dsp.signature import Signature, sizes_of_root
 from dsp.slices import TOLERANCE, cast, smaller
 from dsp.tensors import tensors_in
@@ -101,7 +101,7 @@ class Check:
             inputs, modes = [("", self.args, self.kwargs)], [m for m in modes if not m.fails][:1]
             report.uncovered.append("more than one call and one size: thorough=False")
         single = cast(self.model, self.dtype)
-        parallel = parallelize(cast(self.model, self.dtype), self.axis.mesh, self.stated)
+        parallel = dsp.parallelize(cast(self.model, self.dtype), self.axis.mesh, self.stated)
         for mode in modes:
             if mode.fails:
                 report.uncovered.append(f"{mode.name} mode: the model itself raises {mode.fails}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from dsp.calls import Operand
 from dsp.layout import Axis, Cut
 from dsp.notation import TensorPattern
-from dsp.private import saving_hooks
+from dsp.private import checkpoint_frame
 from dsp.stages import Option, Stage
 from dsp.tensors import memory
 
@@ -304,7 +304,7 @@ class Record:
         return ref.base
 
     def add(self, key: Any, node: Node) -> Node:
-        node.checkpointed = saving_hooks(False) is not None
+        node.checkpointed = checkpoint_frame() is not None
         self.by_key.setdefault(key, []).append(node)
         self.nodes.append(node)
         return node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -89,12 +89,12 @@ class Recorder:
 class RecordOptions(NamedTuple):
     """The options of a recording.
 
-    meter: makes the observer of the record's nodes, from the record and the module that runs; dtype: of floating-point
-    tensors, by default their own; data: it runs on copies of tensors, not on tensors without data; sources: functions
-    of plain tensors may be nodes.
+    meter: makes the observer of the record's nodes, from the record, the module that runs, and the tensors that exist;
+    dtype: of floating-point tensors, by default their own; data: it runs on copies of tensors, not on tensors without
+    data; sources: functions of plain tensors may be nodes.
     """
 
-    meter: Callable[[Record, nn.Module], NodeMeter] = lambda record, module: NodeMeter()
+    meter: Callable[[Record, nn.Module, Iterable[Tensor]], NodeMeter] = lambda *_: NodeMeter()
     dtype: torch.dtype | None = None
     data: bool = False
     sources: bool = True
@@ -129,7 +129,7 @@ def record_forward(
         StageCall(stage, skeleton.memo[id(stage.module)])
     args, kwargs = remade((tuple(args), dict(kwargs)), fake)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
-    recorder = record.driver = Recorder(record, options.meter(record, clone))
+    recorder = record.driver = Recorder(record, options.meter(record, clone, fakes.values()))
     args, kwargs = carried_inputs(record, signature := signature_of(model, root), args, kwargs)
     bound = signature.bind(args, kwargs)[1]
     with CompileOff(), any_device(), mode, recorder.meter, watched(record) if options.sources else Watch(record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
@@ -117,7 +118,7 @@ def made(node: Node) -> bool:
 
 def grown(node: Node) -> bool:
     """Tell whether a result has more numbers than the operand, and no memory for them."""
-    return bool(node.operands) and node.results[0].shape.numel() > node.operands[0].shape.numel()  # type: ignore[attr-defined]
+    return bool(node.operands) and math.prod(node.results[0].shape) > math.prod(node.operands[0].shape)
 
 
 def forwards(node: Node) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -36,16 +37,19 @@ class Measure(NodeMeter):
     recompute: each stage counts as one that keeps only its inputs for backward.
     """
 
-    def __init__(self, record: Record, model: nn.Module, recompute: bool = False) -> None:
+    def __init__(
+        self, record: Record, model: nn.Module, exist: Iterable[Tensor], recompute: bool = False
+    ) -> None:  # fmt: skip
         super().__init__()
         self.record, self.recompute = record, recompute
         self.paths = {id(m): clean(path) for path, m in model.named_modules()}
-        self.resident = {storage_id(t.untyped_storage()) for t in itertools.chain(model.parameters(), model.buffers())}
+        self.resident = {storage_id(t.untyped_storage()) for t in exist}
         self.kept: dict[int, torch.UntypedStorage] = {}  # memory kept for backward; a reference, so that ids stay valid
         self.saved: list[Tensor] = []  # since the last restart
         self.plain: list[Plain] = []  # since the last node
         self.region: Any = None  # the activation checkpoint of the last node
         self.compiled: dict[str, None] = {}  # functions given to torch.compile that ran uncompiled
+        self.reads = ""  # what reads data, and its line, if the forward does so
         self.saving = saved_tensors_hooks(self.pack, lambda t: t)
         self.attention = VisiblePairs(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
+from dsp.calls import GlueError
 from dsp.core.decide import Decision, decide
 from dsp.core.inputs import signature_of
 from dsp.core.offers import lay_out
@@ -19,9 +21,10 @@ from dsp.glue.offers import ShardingRules
 from dsp.hardware import Hardware
 from dsp.known import stages_of
 from dsp.layout import Cut, cuts_of
-from dsp.notation import StagePattern
+from dsp.lines import lines_of
+from dsp.notation import NotationError, StagePattern
 from dsp.planner import Move
-from dsp.private import wraps_compiled
+from dsp.private import DataDependentOutputException, DynamicOutputShapeException, wraps_compiled
 from dsp.report.advice import remedy
 from dsp.report.cost import Loads, Rows
 from dsp.report.measure import Measure
@@ -29,8 +32,13 @@ from dsp.report.names import Names
 from dsp.report.table import Plan
 from dsp.report.traffic import PHASES, Transfer, planned_transfers
 from dsp.stages import Stage, clean
+from dsp.tensors import tensors_in
 from dsp.text import Moving
+from dsp.traits import op_name
 from dsp.wire import SAME
+
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # in errors of numpy(), format() and pickle
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ def plan_stages(
     made = printed(record, decision, goal)
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     between = [(path, m) for path, m in model.named_modules() if path and id(m) not in staged]
-    made = replace(made, compiled=[*meter.compiled, *(clean(path) for path, m in between if wraps_compiled(m))])
+    compiled = [*meter.compiled, *(clean(path) for path, m in between if wraps_compiled(m))]
+    made = replace(made, reads=meter.reads, compiled=compiled)
     if not advise:
         return made
     made = replace(made, record=record)
@@ -113,12 +122,53 @@ def plan_stages(
 def recorded(
     model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, goal: Goal
 ) -> tuple[Record, Measure]:
-    """The record of the forward, and what measured its nodes."""
-    options = RecordOptions(Measure, goal.dtype)
-    record = record_forward(model, stages, root, args, kwargs, goal.size, ShardingRules(), options)
-    meter: Measure = record.driver.meter  # type: ignore[attr-defined]
-    del record.driver  # it holds tensors
+    """The record of the forward, and what measured its nodes.
+
+    A forward that fails on tensors without data runs on copies of the inputs. Raises ValueError if it reads data, and
+    these are meta tensors.
+    """
+
+    def run(data: bool) -> tuple[Record, Measure]:
+        options = RecordOptions(Measure, goal.dtype, data)
+        record = record_forward(model, stages, root, args, kwargs, goal.size, ShardingRules(), options)
+        meter: Measure = record.driver.meter  # type: ignore[attr-defined]
+        del record.driver  # it holds tensors
+        return record, meter
+
+    try:
+        return run(data=False)
+    except (NotationError, GlueError):
+        raise
+    except Exception as error:
+        reason = error
+    where = place_of(reason) if isinstance(reason, UNKNOWN) or any(x in str(reason) for x in SAYING) else ""
+    if any(t.is_meta for t in itertools.chain(tensors_in((args, kwargs)), model.parameters(), model.buffers())):
+        if not where:
+            raise reason
+        raise ValueError(
+            f"the forward of {type(model).__name__} depends on the values of tensors: {where}. Meta tensors have "
+            "none: pass real inputs, small ones, to a model on a real device. dsp then records one forward, and "
+            "plans for forwards that take the same branches"
+        ) from None
+    record, meter = run(data=True)
+    meter.reads = f"reads its data: {where}" if where else f"needs tensors with data: {failure(reason)}"
     return record, meter
+
+
+def failure(error: Exception) -> str:
+    """The type of an error, and the line of the model that raised it."""
+    lines = lines_of(error)
+    return type(error).__name__ + (f" at {lines[-1]}" if lines else "")
+
+
+def place_of(error: Exception) -> str:
+    """The operation that raised an error, and the line of the model."""
+    op, trace, lines = "an operation", error.__traceback__, lines_of(error)
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "__torch_function__" and "func" in trace.tb_frame.f_locals:
+            op = op_name(trace.tb_frame.f_locals["func"])[0].strip("_") + "()"
+        trace = trace.tb_next
+    return op + (f" at {lines[-1]}" if lines else "")
 
 
 def printed(record: Record, decision: Decision, goal: Goal) -> Plan:
