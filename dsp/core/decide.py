@@ -17,15 +17,13 @@ from dsp.planner import Value as Extents
 
 
 class Decision(NamedTuple):
-    """The planner's problem of a record, its solution, and the node of each op: all but views and identities."""
+    """The planner's problem of a record, its solution, the node of each op (all but views and identities), and the
+    choice that was made for it."""
 
     problem: Problem
-    nodes: list[Node]
     solution: Solution
-
-    @property
-    def choices(self) -> list[Choice]:
-        return [op.choices[k] for op, k in zip(self.problem.ops, self.solution.choices)]
+    nodes: list[Node]
+    choices: list[Choice]
 
 
 def decide(
@@ -50,13 +48,13 @@ def decide(
         op = Op(node.name, tuple(number[v] for v in node.bases), tuple(outputs), tuple(choices))
         ops.append(op if node.cost is FREE else priced(op, node, values, record.n, memory))
     problem = Problem(values, tuple(ops), record.n, memory, resident)
-    solution = without_batch(problem, [node.kind == "stage" for node in nodes], batch, say)
-    decision = Decision(problem, nodes, solution)
-    for node, pick in zip(nodes, decision.choices):
+    problem, solution = without_batch(problem, [node.kind == "stage" for node in nodes], batch, say)
+    choices = [op.choices[k] for op, k in zip(problem.ops, solution.choices)]
+    for node, pick in zip(nodes, choices):
         node.offer = node.offers[pick.execution]
-    place(record, nodes, ops, decision.choices, solution)
+    place(record, nodes, problem.ops, choices, solution)
     record.planned = True
-    return decision
+    return Decision(problem, solution, nodes, choices)
 
 
 def names_of(record: Record, nodes: Sequence[Node]) -> dict[Base, str]:
@@ -89,8 +87,8 @@ def priced(op: Op, node: Node, values: Sequence[Extents], n: int, memory: int | 
 def output_offers(node: Node, gather: bool) -> list[Offer]:
     """The layouts in which an output may be returned."""
     [ref] = node.refs
-    cuts = [] if gather else [cut for base in ref.base.cuts if (cut := ref.cut_under(base)) and not cut.joined]
-    return [Offer((cut,)) for cut in cuts] or [Offer((None,))]
+    cuts = [] if gather else [(of, cut) for of in ref.base.cuts if (cut := ref.cut_under(of)) and not cut.joined]
+    return [Offer((cut,), last_resort=of in ref.base.batch) for of, cut in cuts] or [Offer((None,))]
 
 
 def extents(name: str, v: Base, n: int) -> Extents:
@@ -120,28 +118,30 @@ def base_layouts(node: Node, o: Offer) -> tuple[Layout, ...]:
 
 def without_batch(
     problem: Problem, stages: Sequence[bool], batch: bool, say: Callable[[str], None]
-) -> Solution:  # fmt: skip
-    """The cheapest plan that does not shard batch where another dim will do, unless nothing else fits the memory.
+) -> tuple[Problem, Solution]:  # fmt: skip
+    """The cheapest plan that does not shard batch where another dim will do, unless nothing else fits the memory; and
+    the problem of the choices that were compared.
 
     An op sharded only along batch sends nothing, but with 2 samples on 3 ranks it is data parallelism with an idle
-    rank. Another dim is sharded then, if that makes the largest shard smaller. stages: which ops are stages.
+    rank. Another dim is sharded then, if that makes the largest shard smaller. stages: which ops are stages; batch: it
+    may be sharded to save bytes.
     """
 
-    def among(admitted: Sequence[Sequence[int]]) -> Solution:
+    def among(admitted: Sequence[Sequence[int]]) -> tuple[Problem, Solution]:
         pairs = zip(problem.ops, admitted)
         ops = tuple(replace(op, choices=tuple(op.choices[c] for c in picks)) for op, picks in pairs)
-        solution = solve(replace(problem, ops=ops), say)
-        return replace(solution, choices=tuple(picks[c] for picks, c in zip(admitted, solution.choices)))
+        compared = replace(problem, ops=ops)
+        return compared, solve(compared, say)
 
     try:
-        solution = among(admitted_choices(problem, stages, batch))
+        compared, solution = among(admitted_choices(problem, stages, batch))
     except Infeasible:
         return among([range(len(op.choices)) for op in problem.ops])
-    if batch_alone(problem, solution):
+    if batch_alone(compared, solution):
         with suppress(Infeasible):
             other = among(admitted_choices(problem, stages, batch=False))
-            return min(solution, other, key=lambda s: s.largest)
-    return solution
+            return min((compared, solution), other, key=lambda pair: pair[1].largest)
+    return compared, solution
 
 
 def batch_alone(problem: Problem, solution: Solution) -> bool:

@@ -27,7 +27,7 @@ from dsp.core.record import (
 )
 from dsp.core.watch import Watch
 from dsp.layout import Axis
-from dsp.notation import TensorPattern
+from dsp.notation import BATCH_NAMES, TensorPattern
 from dsp.planner import MOVES
 from dsp.planner import Value as Extents
 from dsp.stages import Option, Stage, cut_for, fits_fold
@@ -96,10 +96,11 @@ def add_base(record: Record, node: Node, ref: Ref, k: int) -> None:
         allow_named(base, node.call.stage.outputs(node.results)[k], result_sizes(record, node, k), record.n)  # type: ignore[arg-type]
         base.replicable = node.call.options[0].name is None
         return
-    for cut in (o.gives[k] for o in node.offers):
-        base.replicable |= cut is None
-        if cut is not None:
-            base.allow(cut)
+    for o in node.offers:
+        if (cut := o.gives[k]) is None:
+            base.replicable = True
+        else:
+            base.allow(cut, o.last_resort)
 
 
 def allow_named(base: Base, pattern: TensorPattern, sizes: dict[str, int], n: int) -> None:
@@ -108,6 +109,7 @@ def allow_named(base: Base, pattern: TensorPattern, sizes: dict[str, int], n: in
         cut = cut_for(pattern, base.ref.shape, name, sizes)
         if cut is not None and sizes[name] > 1 and fits_fold(pattern, name, sizes, n):
             base.cuts[cut] = sizes[name]
+            base.batch.update([cut] if name in BATCH_NAMES else [])
 
 
 def result_sizes(record: Record, node: Node, k: int) -> dict[str, int]:
@@ -126,7 +128,7 @@ def stage_offers(record: Record, node: Node) -> Iterator[Offer]:
     for option in options:
         for t, cut in zip(node.operands, option.cuts):
             if isinstance(t, Ref) and cut is not None and t.base_cut(cut) is None and t.maker is None:
-                t.base.allow(cut)
+                t.base.allow(cut, option.last_resort)
         along = option.lands
         gives = tuple(None if along is None else cut_for(p, r.shape, along, sizes) for r, p, sizes in results)
         yield stage_offer(stage, option, gives, sums(record, option, results) if option.onto else ())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsp.calls import Operand
 from dsp.layout import Axis, Cut
-from dsp.notation import TensorPattern
+from dsp.notation import BATCH_NAMES, TensorPattern
 from dsp.private import checkpoint_frame
 from dsp.stages import Option, Stage
 from dsp.tensors import memory
@@ -67,20 +67,23 @@ class Ref(Operand):
 class Base:
     """A tensor that is no view, with all its views: the planner moves them as one.
 
-    cuts: those that it may have, with the length that is shared out; arrival: of an input, the layouts in which it may
-    arrive at no cost; fixed: it is written in place; replicable: it may be replicated without a gather; free: every
-    rank can make it without communication.
+    cuts: those that it may have, with the length that is shared out; batch: those that divide the batch; arrival: of an
+    input, the layouts in which it may arrive at no cost; fixed: it is written in place; replicable: it may be
+    replicated without a gather; free: every rank can make it without communication.
     """
 
     ref: Ref
     cuts: dict[Cut, Any] = field(default_factory=dict)
+    batch: set[Cut] = field(default_factory=set)
     arrival: tuple[Layout, ...] = ()
     fixed: bool = False
     replicable: bool = False
     free: bool = False
 
-    def allow(self, cut: Cut) -> None:
-        self.cuts.setdefault(cut, cut.extent(self.ref.shape[cut.dim]))
+    def allow(self, cut: Cut, batch: bool = False) -> None:
+        if cut not in self.cuts:
+            self.cuts[cut] = cut.extent(self.ref.shape[cut.dim])
+            self.batch.update([cut] if batch else [])
 
 
 class LocalFunction(Protocol):
@@ -317,7 +320,11 @@ class Record:
 
     @property
     def batch(self) -> int:
-        return math.prod(size for name, size in self.sizes.items() if name in ("b", "B", "batch"))
+        return math.prod(size for name, size in self.sizes.items() if name in BATCH_NAMES)
+
+    def leads(self, ref: Ref) -> bool:
+        """Tell whether the first dim of a tensor is as long as the batch, and so is taken for it."""
+        return self.batch > 1 and ref.shape[:1] == (self.batch,)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.nodes))

@@ -70,6 +70,7 @@ class Combinations:
 
     def __init__(self, record: Record, node: Node) -> None:
         self.record, self.node, self.batch = record, node, record.batch
+        self.brings: dict[tuple[Base, Cut], Layout] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -90,7 +91,7 @@ class Combinations:
         for t in refs:
             for d, size in enumerate(t.shape):
                 if t.maker is None and (d - t.ndim, 1, size) in cuts and size > 1:
-                    t.base.allow(Cut(d))
+                    t.base.allow(Cut(d), batch=d == 0 and self.record.leads(t))
 
     def along_all_dims(self) -> None:
         """Let the operands be cut along any dim, and gathered; try again."""
@@ -99,7 +100,7 @@ class Combinations:
             for d, size in enumerate(base.shape):
                 fold = d == 0 and size != self.batch and self.batch > 1 and size % self.batch == 0
                 if size > (self.batch if fold else 1) and not any(c.dim == d for c in t.base.cuts):
-                    t.base.allow(Cut(d, self.batch if fold else 1))
+                    t.base.allow(Cut(d, self.batch if fold else 1), batch=d == 0 and self.record.leads(base))
         self.restart()
         self.combine(only_small=False)
 
@@ -142,7 +143,7 @@ class Combinations:
         inner = inner_collectives(node, needs, outcome, n)
         cut = outcome.cut
         self.views &= cut is not None and outcome.view
-        batch = cut is not None and self.is_batch(cut)
+        batch = cut is not None and self.is_batch(cut, layout)
         self.passes |= cut is not None and not (inner or batch or cut.joined)
         results = len(node.results) or MOST
         sizes = outcome.sizes or (outcome.size,) * results
@@ -150,9 +151,25 @@ class Combinations:
         local = None if unchanged else LocalRule(node, needs)
         self.offers.append(Offer(needs, (cut,) * results, sizes, inner, batch, local))
 
-    def is_batch(self, cut: Cut) -> bool:
-        r = self.node.results
-        return cut.dim == 0 and cut.outer == 1 and self.batch > 1 and bool(r) and r[0].shape[0] == self.batch
+    def is_batch(self, cut: Cut, layout: Mapping[Base, Layout]) -> bool:
+        """Tell whether a cut of the results divides the batch: if it comes from an operand that is cut along it."""
+        laid = {v: of for v, of in layout.items() if of is not None}
+        batch = [v for v, of in laid.items() if of in v.batch]
+        if not batch or len(batch) == len(laid):
+            return bool(batch)
+        brings = [v for v, of in laid.items() if self.brought(v, of) == cut]
+        return any(v in batch for v in brings or laid)
+
+    def brought(self, base: Base, of: Cut) -> Layout:
+        """The cut of the results if only this base is cut."""
+        if (base, of) not in self.brings:
+            operands = self.node.operands
+            needs = [t.cut_under(of) if isinstance(t, Ref) and t.base is base else None for t in operands]
+            try:
+                self.brings[base, of] = frame_of(self.node, needs, self.record.n).outcome().cut
+            except GlueError:
+                self.brings[base, of] = None
+        return self.brings[base, of]
 
     def offers_for_node(self) -> list[Offer]:
         """The offers; what no rule takes is replicated, and nothing long is replicated without need."""
