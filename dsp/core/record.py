@@ -8,7 +8,7 @@ runs. The planner chooses one offer for each node; the decision is written on th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -243,11 +243,6 @@ class Node:
     def bases(self) -> list[Base]:
         return list(dict.fromkeys(t.base for t in self.refs))
 
-    def __str__(self) -> str:
-        operands = ", ".join(f"%{t.number}" if isinstance(t, Ref) else str([*t.shape]) for t in self.operands)
-        results = ", ".join(f"%{r.number} {[*r.shape]}" for r in self.results)
-        return f"{results} = {self.kind} {self.name}({operands})"
-
 
 def replicated(node: Node, results: int = 0) -> Offer:
     """The offer that every operation has: on replicated tensors. results: their number, if it is known."""
@@ -327,7 +322,32 @@ class Record:
         return self.batch > 1 and ref.shape[:1] == (self.batch,)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.nodes))
+        return "\n".join(text_of(self))
+
+
+def text_of(record: Record) -> Iterator[str]:
+    """A record as text, one line a node: tensors that a plan may shard have numbers, all others only their shapes."""
+    numbers: dict[Ref, str] = {}
+
+    def read(t: Operand) -> str:
+        return numbers.get(t, str([*t.shape])) if isinstance(t, Ref) else str([*t.shape])
+
+    def result(t: Operand) -> str:
+        return f"{numbers.setdefault(t, f'%{len(numbers)}')} {[*t.shape]}" if isinstance(t, Ref) else str([*t.shape])
+
+    for param, ref in record.inputs.items():
+        pattern = record.patterns.get(param)
+        name = param if pattern is None else f"'{pattern}'" if pattern.param else f"{param} '{pattern}'"
+        yield f"{result(ref)} = input {name}"
+    for node in record.nodes:
+        results = node.operands[:1] if node.in_place or node.identity else node.results
+        name = (
+            f"stage {node.name} '{node.call.stage.pattern.text}' " if isinstance(node.call, BoundStage) else node.name
+        )
+        if results:
+            operands = ", ".join(map(read, node.operands))
+            yield f"{', '.join(map(result, results))} = {name}({operands}){node.line and f'  # {node.line}'}"
+    yield f"output {', '.join(read(t) for node in record.nodes if node.kind == 'output' for t in node.operands)}"
 
 
 def global_shape(shape: Sequence[int], cut: Layout, size: int | None) -> torch.Size:
