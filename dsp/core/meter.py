@@ -66,7 +66,63 @@ def facts(func: OpOverload) -> OpTraits:
     )
 
 
-class Meter(TorchDispatchMode):
+class NodeMeter(TorchDispatchMode):
+    """Observes the nodes of a forward while it is recorded: here, which of them draw random numbers.
+
+    random: something drew since the last restart; between: something drew between the nodes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = False
+        self.notes: list[list[Any]] = []  # of the first of equal stage calls, once it has run
+        self.equal: list[Any] = []  # what was noted of an equal call, which does not run again
+        self.restart()
+
+    def restart(self) -> None:
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # not an operation of the model's forward
+            out = func(*args, **kwargs)
+        if facts(func).draws and not undropped(func, args, kwargs):
+            self.random = True
+        return out
+
+    def start(self) -> None:
+        """Begin with a node: its call runs next."""
+        self.between |= self.random
+        self.restart()
+        self.notes, self.equal = [], []
+
+    def finish(self, node: Node) -> None:
+        """End with a node that has run."""
+        value = self.equal[0] if self.equal else self.value(node)
+        for note in self.notes:
+            note.append(value)
+        self.write(node, value)
+        self.restart()
+
+    def value(self, node: Node) -> Any:
+        """The properties of a node that has run, which equal nodes share."""
+        return self.random
+
+    def write(self, node: Node, value: Any) -> None:
+        """Write these on a node."""
+        node.draws = value
+
+    def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[Any]:
+        """Note that a stage ran; what is noted of its node serves equal ones."""
+        self.notes.append([])
+        return self.notes[-1]
+
+    def again(self, note: list[Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Take what was noted of an equal call, which does not run again."""
+        self.equal = note
+
+
+class Meter(NodeMeter):
     """Measures a block of code: peak bytes of the tensors it makes, FLOPs, bytes read and written, and randomness.
 
     `touched` adds up the bytes of each of the `operations` as it runs uncompiled (views do not count), in two parts:
@@ -74,16 +130,14 @@ class Meter(TorchDispatchMode):
     `heaviest`: the name of the operation at the peak, or of the last one.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.round = 0
-        self.restart()
+    round = 0
 
     def restart(self) -> None:
+        super().restart()
         self.round += 1  # tensors of an earlier round no longer count when they are freed
         self.live = self.peak = self.largest = self.flops = self.operations = 0
         self.touched, self.inside, self.part = [0, 0], 0, 1.0
-        self.random, self.heaviest = False, ""
+        self.heaviest = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, op = kwargs or {}, facts(func)
@@ -115,27 +169,6 @@ class Meter(TorchDispatchMode):
     def _freed(self, size: int, made: int) -> None:
         if made == self.round:
             self.live -= size
-
-
-class NodeMeter(Meter):
-    """Observes each node of a forward while it is recorded: here, which nodes draw random numbers.
-
-    draws: something between the nodes drew random numbers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws = False
-
-    def start(self) -> None:
-        """Begin with a node: its call runs next."""
-        self.draws |= self.random
-        self.restart()
-
-    def finish(self, node: Node) -> None:
-        """End with a node that has run."""
-        node.draws = self.random
-        self.restart()
 
 
 def undropped(func: Any, args: Any, kwargs: Any) -> bool:

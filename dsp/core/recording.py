@@ -13,6 +13,7 @@ from dsp.calls import replaced, tensor_args
 from dsp.compile_off import CompileOff
 from dsp.core.backward import Gradients, Regions
 from dsp.core.carrier import Carrier, claim, plain
+from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.inputs import carried_inputs, signature_of
 from dsp.core.keys import key_part
 from dsp.core.meter import NodeMeter
@@ -91,13 +92,14 @@ class RecordOptions(NamedTuple):
 
     meter: makes the observer of the record's nodes, from the record, the module that runs, and the tensors that exist;
     dtype: of floating-point tensors, by default their own; data: it runs on copies of tensors, not on tensors without
-    data; sources: functions of plain tensors may be nodes.
+    data; sources: functions of plain tensors may be nodes; equal: of equal stages, equal calls run once.
     """
 
     meter: Callable[[Record, nn.Module, Iterable[Tensor]], NodeMeter] = lambda *_: NodeMeter()
     dtype: torch.dtype | None = None
     data: bool = False
     sources: bool = True
+    equal: bool = True
 
     def dtype_of(self, t: Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
@@ -123,13 +125,18 @@ def record_forward(
         return fakes[id(t)]
 
     staged = {id(m) for stage in stages for m in stage.module.modules()}
-    skeleton = Skeleton(fake, {}, staged)
+    # autocast caches the weights it has cast, so that a later call does less than an earlier one
+    once_each = options.equal and not options.data and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    groups = alike([stage.module for stage in stages]) if once_each else []
+    skeleton = Skeleton(fake, {id(m): group[0] for group in groups for m in group[1:]}, staged)
     clone = skeleton.of(model)
     for stage in stages:
         StageCall(stage, skeleton.memo[id(stage.module)])
     args, kwargs = remade((tuple(args), dict(kwargs)), fake)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
     recorder = record.driver = Recorder(record, options.meter(record, clone, fakes.values()))
+    before = [fingerprint(skeleton.memo[id(group[0])]) for group in groups]
+    once([[skeleton.memo[id(m)] for m in group] for group in groups], recorder.meter.first, recorder.meter.again)
     args, kwargs = carried_inputs(record, signature := signature_of(model, root), args, kwargs)
     bound = signature.bind(args, kwargs)[1]
     with CompileOff(), any_device(), mode, recorder.meter, watched(record) if options.sources else Watch(record):
@@ -146,8 +153,10 @@ def record_forward(
         isinstance(t, Carrier) for m in clone.modules() for t in tensors_in([buffers_of(m), vars(m)])
     ):
         return record_forward(model, stages, root, *inputs, n, rules, options._replace(sources=False))
+    if before != [fingerprint(skeleton.memo[id(group[0])]) for group in groups]:  # a stage writes to itself
+        return record_forward(model, stages, root, *inputs, n, rules, options._replace(equal=False))
     recorder.meter.start()
-    record.draws = recorder.meter.draws or any(node.draws for node in record.nodes if node.kind == "operation")
+    record.draws = recorder.meter.between or any(node.draws for node in record.nodes if node.kind == "operation")
     record.memories = None
     return record
 

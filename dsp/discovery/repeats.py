@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dsp.core.equal_modules import fingerprint
 from dsp.discovery.calls import ModuleCall, known
-from dsp.plan.stage_cache import fingerprint
 from dsp.private import pytree
 from dsp.slices import copied
 from dsp.stages import clean

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dsp import randomness
+from dsp.core.equal_modules import fingerprint
 from dsp.discovery.calls import Group, ModuleCall, acts_locally, dim_at, known, structure
 from dsp.discovery.dims import Dim, Dims, Follower, atoms, places
 from dsp.discovery.recording import record_of
@@ -19,7 +20,6 @@ from dsp.discovery.repeats import Repeats, runs
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.record import OperationNode, Ref
-from dsp.plan.stage_cache import fingerprint
 from dsp.private import pytree
 from dsp.run.inputs import describe
 from dsp.signature import Signature

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.core.equal_modules import fingerprint
 from dsp.core.meter import Meter, visible
 from dsp.core.skeleton import checkpointed
 from dsp.layout import cut_of
 from dsp.methods import CommBytes, StageMethod
 from dsp.plan.places import FlexCall, refuse_places, seen
 from dsp.plan.record import Cost, Measured
-from dsp.plan.stage_cache import fingerprint
 from dsp.plan.tracing import Tracer
 from dsp.private import storage_id
 from dsp.rules.flex import captured_by, flex_attention, rehearsed, unreadable

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.events import Trace
 from dsp.plan.measuring import MeasuringTracer
 from dsp.plan.operations import Operations
 from dsp.plan.precision import Casts, Precision
-from dsp.plan.stage_cache import alike, fingerprint, once
 from dsp.plan.tracing import Rehearsal, Tracer, watch
 from dsp.private import COMPILERS_OWN, compiler_loaded, storage_id, wraps_compiled
 from dsp.signature import Bound
@@ -38,7 +38,7 @@ class FullHow:
 
     gather_output: whether the outputs are gathered; dtype: the floating-point type to trace with, by default that of
     the model; given: parameters that arrive already sharded, and their cut; recompute: every stage counts as one that
-    keeps only its inputs for backward; twins: equal stages run once (`dsp.plan.stage_cache`); real: on copies with
+    keeps only its inputs for backward; twins: equal stages run once (`dsp.core.equal_modules`); real: on copies with
     data; mixed: in the dtypes of `fully_shard`'s mixed precision.
     """
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dsp.plan.stage_cache import alike, once
+from dsp.core.equal_modules import alike, once
 from dsp.private import FakeTensorMode, any_device, fake_tensor
 from dsp.tensors import remade
 

@@ -19,7 +19,7 @@ from dsp.stages import Option
 from dsp.text import generic
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """An op of the planner's problem, its node, and the choice that was made."""
 
     at: int
@@ -39,7 +39,7 @@ class Loads:
     def __init__(self, record: Record, decision: Decision) -> None:
         self.problem, self.solution, self.size = decision.problem, decision.solution, record.n
         parts = zip(decision.nodes, self.problem.ops, decision.choices)
-        self.steps = [Step(at, *part) for at, part in enumerate(parts)]
+        self.steps = [PlanStep(at, *part) for at, part in enumerate(parts)]
         self.views = [node for node in record.nodes if node.view or node.identity]
         self.stretched = {
             op.outputs[0] for _, node, op, _ in self.steps if node.name in EXPANDED and op.outputs and grown(node)
@@ -51,13 +51,13 @@ class Loads:
     def local(self, v: int, cut: Layout) -> int:
         return self.problem.values[v].local_bytes(cut, self.size)
 
-    def share(self, step: Step) -> float:
+    def share(self, step: PlanStep) -> float:
         """The busiest rank's share of an op: its chunk of the sharded dim, or everything."""
         if step.option is not None:
             return step.option.share(self.size)
         return step.op.share(step.choice, self.problem.values, self.size)
 
-    def largest(self, step: Step) -> tuple[int, int]:
+    def largest(self, step: PlanStep) -> tuple[int, int]:
         if step.node.kind == "output":  # full, if the caller asked for it
             return 0, 0
         layouts = [(v, cut) for v, cut in step.op.layouts(step.choice) if v not in self.stretched]
@@ -126,7 +126,7 @@ def forwards(node: Node) -> int:
     return 1 + (2 + node.cost.recomputed) * any(node.result_grads)
 
 
-class Rows:
+class TableRows:
     """The rows of a plan's table. sent: for each move the bytes, and the calls without those shared with others."""
 
     def __init__(self, loads: Loads, names: Names, sent: Mapping[Move, tuple[int, int]]) -> None:
@@ -173,13 +173,13 @@ class Rows:
             elif moves or choice.bytes:
                 yield StageRow(f"({step.op.name})", "", (), along, *costs, share=share, line=step.node.line)
 
-    def layout(self, step: Step, moves: list[Move]) -> str | None:
+    def layout(self, step: PlanStep, moves: list[Move]) -> str | None:
         """The name of the dim that an operation is sharded along: of a moved operand, if there is one."""
         needs = dict(zip(step.op.inputs, step.choice.needs))
         ends = [(m.value, m.dst) for m in moves if m.dst is not None and m.dst == needs.get(m.value)]
         return next((self.names.of(v, cut) for v, cut in (*ends, *needs.items()) if cut is not None), None)
 
-    def moved(self, step: Step, moves: list[Move], along: str | None) -> str:
+    def moved(self, step: PlanStep, moves: list[Move], along: str | None) -> str:
         """The moves before an op that is sharded `along` a dim, which is named so, and the op's own collectives."""
         needs, texts = dict(zip(step.op.inputs, step.choice.needs)), list[str]()
         for m in moves:

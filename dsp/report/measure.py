@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from dsp.core.meter import NodeMeter, visible
-from dsp.core.record import Cost, Node, Record
+from dsp.core.meter import Meter, visible
+from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
 from dsp.lines import line_now
 from dsp.private import checkpoint_frame, compiled_callers, storage_id
@@ -31,7 +31,7 @@ class Plain(NamedTuple):
     kept: bool
 
 
-class Measure(NodeMeter):
+class Measure(Meter):
     """Notes what each node costs. Functions of plain tensors, between two nodes and in one module, become a node, too.
 
     recompute: each stage counts as one that keeps only its inputs for backward.
@@ -77,22 +77,27 @@ class Measure(NodeMeter):
         self.saved = []
 
     def finish(self, node: Node) -> None:
-        frame, stage = checkpoint_frame(), node.kind == "stage"
-        itself = stage and checkpointed(node.call.stage.module.__dict__.get("forward"))  # type: ignore[union-attr]
-        again = itself or frame is not None or (stage and self.recompute)
-        first = again and (itself or frame is None or frame is not self.region)
-        kept = self.keep()
-        saved = 0 if again else sum(s.nbytes() for s in storages(self.saved).values()) if stage else kept
-        outside, inside = self.touched
-        node.cost = Cost(
-            self.flops, outside + inside, self.largest, self.peak, saved, inside, self.operations, again,
-            stage and first,
-        )  # fmt: skip
-        node.line, node.module, self.region = line_now(), "" if stage else place(self.paths), frame
-        self.compiled |= dict.fromkeys(compiled())
-        self.add_plain()
         super().finish(node)
         self.saved = []
+
+    def value(self, node: Node) -> tuple[bool, Cost]:
+        kept = self.keep()
+        if node.kind == "stage":  # as if no other node had kept it: equal calls share the cost
+            kept = sum(storage.nbytes() for storage in storages(self.saved).values())
+        outside, inside = self.touched
+        cost = Cost(self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations)
+        return self.random, cost
+
+    def write(self, node: Node, value: tuple[bool, Cost]) -> None:
+        self.add_plain()
+        frame, node.draws, cost = checkpoint_frame(), *value
+        itself = isinstance(node.call, BoundStage) and checkpointed(node.call.stage.module.__dict__.get("forward"))
+        again = itself or frame is not None or (node.kind == "stage" and self.recompute)
+        first = again and (itself or frame is None or frame is not self.region)
+        cost = cost._replace(recomputed=again, restarts=first and node.kind == "stage")
+        node.cost = cost._replace(saved=0) if again else cost  # a checkpoint drops what it saves
+        node.line, node.module, self.region = line_now(), "" if node.kind == "stage" else place(self.paths), frame
+        self.compiled |= dict.fromkeys(compiled())
 
     def keep(self) -> int:
         """Bytes that are newly kept for backward; parameters exist anyway."""
@@ -118,7 +123,7 @@ class Measure(NodeMeter):
 class VisiblePairs(TorchFunctionMode):
     """Lets a meter count the pairs of query and key that attention computes: under a causal mask, the visible ones."""
 
-    def __init__(self, meter: NodeMeter) -> None:
+    def __init__(self, meter: Meter) -> None:
         super().__init__()
         self.meter = meter
 

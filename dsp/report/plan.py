@@ -26,7 +26,7 @@ from dsp.notation import NotationError, StagePattern
 from dsp.planner import Move
 from dsp.private import DataDependentOutputException, DynamicOutputShapeException, wraps_compiled
 from dsp.report.advice import remedy
-from dsp.report.cost import Loads, Rows
+from dsp.report.cost import Loads, TableRows
 from dsp.report.measure import Measure
 from dsp.report.names import Names
 from dsp.report.table import Plan
@@ -176,7 +176,7 @@ def printed(record: Record, decision: Decision, goal: Goal) -> Plan:
     transfers, names, loads = planned_transfers(record), Names(record), Loads(record, decision)
     sends = {phase: busiest([t for t in transfers if t.phase == phase], record.n) for phase in PHASES}
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in sends.items()}
-    rows = Rows(loads, names, by_move(record, decision, transfers))
+    rows = TableRows(loads, names, by_move(record, decision, transfers))
     replicated = [work for work, share in zip(loads.flops, loads.shares) if share == 1]
     return Plan(
         record.n,

@@ -20,13 +20,13 @@ ROOMS = {
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions""",
     "plan": """script record recorder events values choices tracing solve program
-        places precision operation names backwards operations stage_cache without_data measuring rehearsal reads
+        places precision operation names backwards operations without_data measuring rehearsal reads
         cost overlap traffic advice make choose""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
-    "core": """meter skeleton record backward carrier keys watch copies offers checkpoints inputs stage_calls recording
-        run hooks placement decide parallel""",
+    "core": """meter skeleton equal_modules record backward carrier keys watch copies offers checkpoints inputs
+        stage_calls recording run hooks placement decide parallel""",
     "glue": "traffic local sources offers",
     "report": "traffic picture hidden table names cost measure advice plan",
     "check": "report compare modes independence check",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dsp.core.skeleton import foreign
-from dsp.private import FakeTensor, children_of, pytree, storage_id
+from dsp.private import FakeTensor, checkpoint_frame, children_of, pytree, saved_in, storage_id
 from dsp.tensors import tensors_in, version
 
 VALUES = (
@@ -158,16 +158,18 @@ class _Made(torch.autograd.Function):
     """New fake tensors that autograd sees as computed from the inputs of a stage and from its weights (`anchor`)."""
 
     @staticmethod
-    def forward(ctx: Any, like: list[Any], anchor: Tensor, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, like: list[Any], saves: int, anchor: Tensor, *inputs: Tensor) -> Any:
         made = _made(like)
+        ctx.save_for_backward(*[torch.empty(0) for _ in range(saves)])
         ctx.mark_non_differentiable(*(t for t, (*_, grad) in zip(made, like) if not grad))
         ctx.given = [(t.shape, t.dtype, t.device) for t in inputs]
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        asked = zip(ctx.given, ctx.needs_input_grad[2:])
+        asked = zip(ctx.given, ctx.needs_input_grad[3:])
         return (
+            None,
             None,
             None,
             *(grads[0].new_empty(s, dtype=d, device=at) if wanted else None for (s, d, at), wanted in asked),
@@ -187,11 +189,13 @@ class StageOutput:
     values: list[Any]  # for each leaf: its value, unless it is a tensor
     tensors: list[int | None]  # for each leaf: the number of its tensor among inputs and new tensors
     like: list[Any]  # for each new tensor: size, strides, dtype and device, and whether it requires grad
+    saves: int = 0  # tensors that the activation checkpoint around the stage saved in it
 
     def make(self, inputs: list[Tensor]) -> Any:
         """The output of a call with these inputs."""
         anchored = any(grad for *_, grad in self.like)
-        made = _Made.apply(self.like, torch.empty(0, requires_grad=True), *inputs) if anchored else _made(self.like)
+        anchor = torch.empty(0, requires_grad=True)
+        made = _Made.apply(self.like, self.saves, anchor, *inputs) if anchored else _made(self.like)
         every = (*inputs, *made)
         leaves = [value if at is None else every[at] for value, at in zip(self.values, self.tensors)]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -236,6 +240,9 @@ def once(
     def wrapped(forward: Callable[..., Any], twin: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             called, kept = call_key(args, kwargs)
+            frame = checkpoint_frame()
+            called = called, frame is None
+            saved = 0 if frame is None else saved_in(frame)
             inputs = tensors_in((args, kwargs))
             if (found := known.get((twin, called))) is not None:
                 output = found[0].make(inputs)
@@ -245,6 +252,7 @@ def once(
             output = forward(*args, **kwargs)
             note, how = first(inputs, tensors_in(output)), recipe(output, inputs, kept)
             if how is not None and before == [version(t) for t in inputs]:  # a write would not be repeated
+                how.saves = 0 if frame is None else saved_in(frame) - saved
                 known[twin, called] = how, note
             return output
 
