@@ -90,8 +90,7 @@ def lay_out(record: Record) -> None:
 
 def add_base(record: Record, node: Node, ref: Ref, k: int) -> None:
     """Add the base of a node's k-th result, with the cuts that its offers give."""
-    base = record.new_base(ref)
-    base.free = not node.bases
+    base = record.new_base(ref, free=all(v.free for v in node.bases) and node.kind == "operation")
     if isinstance(node.call, BoundStage):
         allow_named(base, node.call.stage.outputs(node.results)[k], result_sizes(record, node, k), record.n)  # type: ignore[arg-type]
         base.replicable = node.call.options[0].name is None

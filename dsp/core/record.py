@@ -283,6 +283,8 @@ class Record:
         self.by_key: dict[Any, list[Node]] = {}
         self.memories: dict[Any, int] | None = {}  # numbers of memory; None: nobody asks any more
         self.count = 0  # of references
+        self.longest = 0  # bytes of the longest tensor
+        self.long = 0  # bytes of the longest base so far, but for free ones
         self.planned = self.draws = self.sources_recompute = False
         self.sources: set[Any] = set()
         self.saved: list[float] = []
@@ -292,13 +294,17 @@ class Record:
         """A new reference to a tensor, of which `t` may be a part; shape: its global shape."""
         self.count += 1
         place = -1 if self.memories is None else self.memories.setdefault(memory(t), len(self.memories))
-        return Ref(
-            torch.Size(t.shape if shape is None else shape), None, self.count - 1, t.dtype, place, t.requires_grad
-        )
+        size = torch.Size(t.shape if shape is None else shape)
+        ref = Ref(size, None, self.count - 1, t.dtype, place, t.requires_grad)
+        self.longest = max(self.longest, ref.nbytes)
+        return ref
 
-    def new_base(self, ref: Ref) -> Base:
-        ref.base = Base(ref)
+    def new_base(self, ref: Ref, free: bool = False) -> Base:
+        """The base of a tensor that is no view; free: it is made only of replicated tensors, so it makes no other
+        tensor short."""
+        ref.base = Base(ref, free=free)
         self.bases.append(ref.base)
+        self.long = self.long if free else max(self.long, ref.nbytes)
         return ref.base
 
     def add(self, key: Any, node: Node) -> Node:
@@ -306,12 +312,6 @@ class Record:
         self.by_key.setdefault(key, []).append(node)
         self.nodes.append(node)
         return node
-
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest tensor so far."""
-        refs = [*self.inputs.values(), *(r for node in self.nodes for r in node.results)]
-        return max((r.nbytes for r in refs), default=0)
 
     @property
     def batch(self) -> int:

@@ -23,6 +23,7 @@ from dsp.layout import Axis, Cut
 from dsp.rules import Frame, Outcome
 from dsp.rules.functions import PRODUCTS, draws
 
+SHORT = 8  # a tensor counts as short if it is this many times shorter than a rank's share of the longest of all
 COMBINATIONS = 256  # of layouts to try; if there are more, only those in which one dim is cut everywhere
 
 
@@ -34,6 +35,7 @@ class ShardingRules:
             return source_offers(record, node)
         if node.in_place and node.operands[0] in node.refs:
             node.refs[0].base.fixed = True
+            node.refs[0].base.free &= all(v.free for v in node.bases)
         combinations = Combinations(record, node)
         if node.name in PRODUCTS:
             combinations.along_all_dims()
@@ -174,10 +176,12 @@ class Combinations:
     def offers_for_node(self) -> list[Offer]:
         """The offers; what no rule takes is replicated, and nothing long is replicated without need."""
         node, record = self.node, self.record
-        longest = max(v.ref.nbytes for v in record.bases)
+        longest = max(record.long, record.longest // SHORT)
         parts = [o for o in self.offers if any(o.needs)]
-        refs = [*node.refs, *node.results]
-        if parts and any(not o.last_resort for o in parts) and record.n * max(t.nbytes for t in refs) > longest:
+        long = record.n * max(t.nbytes for t in [*node.refs, *node.results]) > longest
+        if all(v.free for v in node.bases):
+            self.cut_weights()
+        elif long and any(not o.last_resort for o in parts):
             self.offers = parts
         if not self.offers:
             self.offers, self.views = [replicated(node, len(node.results))], False
@@ -185,6 +189,23 @@ class Combinations:
         node.view = one and self.views and node.results[0].memory == node.refs[0].memory
         node.view_cut = self.view_cut
         return self.offers
+
+    def cut_weights(self) -> None:
+        """Add the cuts that weights bring to a result made of replicated tensors, as a bias is cut along heads."""
+        node, n = self.node, self.record.n
+        if len(node.results) != 1:
+            return
+        gives = {o.gives[0] for o in self.offers}
+        for i, t in enumerate(node.operands):
+            for cut in (Cut(d) for d, size in enumerate(t.shape) if not isinstance(t, Ref) and size > 1):
+                needs = tuple(cut if k == i else None for k in range(len(node.operands)))
+                try:
+                    outcome = frame_of(node, needs, n).outcome()
+                except GlueError:
+                    continue
+                if outcome.cut is not None and outcome.cut.outer == 1 and not outcome.rows and outcome.cut not in gives:
+                    gives.add(outcome.cut)
+                    self.offers.append(Offer(needs, (outcome.cut,), (outcome.size,), local=LocalRule(node, needs)))
 
     def view_cut(self, cut: Cut) -> Layout:
         """The cut of a view under a cut of its operand, which a later node may have asked for."""
