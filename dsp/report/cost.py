@@ -165,7 +165,7 @@ class TableRows:
                     idle = chunk_sizes(option.size, loads.size).count(0)
                 order = dict.fromkeys(x for p in stage.pattern.inputs for x in p.names if x in p.computed)
                 offered = [o.option.name for o in step.node.offers if o.option is not None]
-                free = tuple(dict.fromkeys(name for name in offered if name not in (None, *BATCH_NAMES)))
+                free = tuple(dict.fromkeys(n for n in offered if n is not None and n not in BATCH_NAMES))
                 short = tuple(n for n in stage.pattern.free if n not in BATCH_NAMES and n not in free)
                 part = loads.flops[step.at] / max(sum(loads.flops), 1)
                 text, line = stage.pattern.text, step.node.line

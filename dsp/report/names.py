@@ -104,7 +104,7 @@ class Names:
 
     def carry(self, node: Node, laid: Sequence[tuple[Base, Cut]], cut: Cut) -> None:
         """Name a cut of the results after the operand that brings it: a name of batch goes first."""
-        bring = [(b, of) for b, of in laid if self.alone(node, b, of) == cut] or laid
+        bring = [pair for pair in laid if self.alone(node, *pair) == cut] or laid
         base, of = min(
             bring, key=lambda x: (self.names[x[0]].get(x[1], "") not in BATCH_NAMES, not self.names[x[0]].get(x[1]))
         )
@@ -159,16 +159,16 @@ class Names:
             for offer in node.offers:
                 give = offer.gives[0] if offer.gives and node.results else None
                 wanted = offer.option.name if offer.option else give and self.names[node.results[0].base].get(give)
-                for base, cut in zip(node.bases, base_layouts(node, offer)):
-                    self.call(base, cut, wanted)
+                for base, need in zip(node.bases, base_layouts(node, offer)):
+                    self.call(base, need, wanted)
         for node in nodes:  # the rest by the dims they derive from
             for offer in node.offers:
-                for base, cut in zip(node.bases, base_layouts(node, offer)):
-                    number(base, cut)
-                for out, give in zip(node.results, offer.gives):
-                    if give is not None and (origin := self.origins.get((out.base, give))) is not None:
-                        self.call(out.base, give, self.names[origin[0]].get(origin[1]))
-                    number(out.base, give)
+                for base, need in zip(node.bases, base_layouts(node, offer)):
+                    number(base, need)
+                for out, landing in zip(node.results, offer.gives):
+                    if landing is not None and (origin := self.origins.get((out.base, landing))) is not None:
+                        self.call(out.base, landing, self.names[origin[0]].get(origin[1]))
+                    number(out.base, landing)
         for base, draft in drafts.items():
             for cut in draft:
                 number(base, cut)

@@ -130,7 +130,7 @@ def recorded(
 
     def run(data: bool) -> tuple[Record, Measure]:
         options = RecordOptions(Measure, goal.dtype, data)
-        record = record_forward(model, stages, root, args, kwargs, goal.size, ShardingRules(), options)
+        record, _ = record_forward(model, stages, root, args, kwargs, goal.size, ShardingRules(), options)
         meter: Measure = record.driver.meter  # type: ignore[attr-defined]
         del record.driver  # it holds tensors
         return record, meter

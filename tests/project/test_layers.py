@@ -23,9 +23,9 @@ ROOMS = {
         places precision operation names backwards operations without_data measuring rehearsal reads
         cost overlap traffic advice make choose""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
-        notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
+        notes traffic_check agreement piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
-    "core": """meter skeleton equal_modules record backward carrier keys watch copies offers checkpoints inputs
+    "core": """meter skeleton equal_modules record backward carrier keys watch copies offers checkpoints inputs kept
         stage_calls recording run hooks placement decide parallel""",
     "glue": "traffic local sources offers",
     "report": "traffic picture hidden table names cost measure advice plan",
