@@ -30,7 +30,7 @@ MODELS = {
     "axial_image": "zoo.image.axial:AxialImage",
     "axial_video": "zoo.video.axial:AxialVideo",
     "hunyuan": "zoo.video.hunyuan:HunyuanVideo",
-    "latte": "zoo.video.latte:Latte",
+    "latte": "zoo.video.latte:build",
     "stdit": "zoo.video.stdit:build",
     "st_mamba": "zoo.video.mamba:STMamba",
     "st_rwkv": "zoo.video.rwkv:STRWKV",
