@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from dsp.signature import Signature, sizes_of_root
 from dsp.slices import TOLERANCE, cast, smaller
 from dsp.tensors import tensors_in
 from dsp.world import World
+
+log = logging.getLogger("dsp")
 
 CALLS = 3  # more than one, because a forward that reads its data follows a plan from its second call on
 
@@ -92,6 +95,16 @@ class Check:
             self.compare_runs()
         return report
 
+    def advice(self, runtime: Any) -> str:
+        """The advice of the plan: of the runtime that has one, else of a new plan, if one can be made."""
+        if hasattr(runtime, "advice"):
+            return runtime.advice  # type: ignore[no-any-return]
+        try:
+            return dsp.plan(self.model, self.args, self.kwargs, size=self.axis.size, stages=self.stated).advice
+        except Exception as reason:
+            log.debug("no advice, since there is no plan: %s: %s", type(reason).__name__, reason)
+            return ""
+
     def compare_runs(self) -> None:
         """Compare the parallel model with the model on one process, until a call differs."""
         report, modes = self.report, self.modes
@@ -118,7 +131,7 @@ class Check:
                     if _agreed(problems, self.axis):
                         report.problems += [f"{p} ({mode.name} mode, {size}call {n + 1})" for p in problems]
                         return
-        report.advice = parallel.forward.__self__.advice  # type: ignore[attr-defined]
+        report.advice = self.advice(parallel.forward.__self__)  # type: ignore[attr-defined]
         if not report.gradients:
             report.uncovered.append("gradients: nothing that the model returns has one")
         elif zeros := {name for name in report.still or () if not name.startswith("input ")}:

@@ -26,7 +26,7 @@ from dsp.core.stage_calls import StageCall
 from dsp.core.watch import refuse_transforms, watched
 from dsp.layout import Axis
 from dsp.notation import StagePattern
-from dsp.private import any_device, fake_tensor
+from dsp.private import any_device, fake_tensor, forget_fakes
 from dsp.signature import Bound, sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import edge, map_tensors, remade, tensors_in
@@ -124,6 +124,58 @@ class RecordOptions(NamedTuple):
 PLAIN = RecordOptions()
 
 
+class Doubles:
+    """The copies on which a forward is recorded: tensors without data, or, with options.data, of the same numbers."""
+
+    def __init__(self, options: RecordOptions) -> None:
+        self.options = options
+        self.mode: Any = nullcontext() if options.data else Fakes(allow_non_fake_inputs=True)
+        self.by_id: dict[int, Tensor] = {}
+
+    def of(self, t: Tensor) -> Tensor:
+        if isinstance(t, Carrier):
+            return t
+        if id(t) not in self.by_id:
+            kind = self.options.dtype_of(t)
+            self.by_id[id(t)] = copied(t, kind) if self.options.data else fake_tensor(self.mode, t, kind)
+        return self.by_id[id(t)]
+
+    def full(self, t: Carrier) -> Tensor:
+        """A copy of the full tensor that an earlier call left in shards."""
+        kind = self.options.dtype_of(t)
+        if self.options.data:
+            return copied(t.full_tensor(), kind)
+        with self.mode:
+            return torch.empty(t.ref.shape, dtype=kind, device=t.device).requires_grad_(t.requires_grad)
+
+    def end(self) -> None:
+        if isinstance(self.mode, Fakes):
+            self.mode.end()
+            forget_fakes()
+
+
+class ModelCopy:
+    """A copy of a model on which its forward is recorded; groups: equal stages, of which equal calls run once."""
+
+    def __init__(self, model: nn.Module, stages: list[Stage], copies: Doubles) -> None:
+        modules = [stage.module for stage in stages]
+        # autocast caches the weights it has cast, so that a later call does less than an earlier one
+        equal = copies.options.equal and not copies.options.data
+        once_each = equal and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        groups = alike(modules) if once_each else []
+        staged = {id(m) for module in modules for m in module.modules()}
+        skeleton = Skeleton(copies.of, {id(m): group[0] for group in groups for m in group[1:]}, staged)
+        self.module = skeleton.of(model)
+        for stage in stages:
+            StageCall(stage, skeleton.memo[id(stage.module)])
+        self.groups = [[skeleton.memo[id(m)] for m in group] for group in groups]
+        self.before = self.state()
+
+    def state(self) -> list[Any]:
+        """A state that shows, by comparison, whether a stage of a group wrote to itself."""
+        return [fingerprint(group[0]) for group in self.groups]
+
+
 def record_forward(
     model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, n: int, rules: Rules,
     options: RecordOptions = PLAIN,
@@ -133,62 +185,37 @@ def record_forward(
     A table of which no input is a part, and that outlives the forward, is made in full: others may read it. So what it
     is made of is no source: the forward is recorded again.
     """
-    mode: Any = nullcontext() if options.data else Fakes(allow_non_fake_inputs=True)
-    fakes: dict[int, Tensor] = {}
-
-    def fake(t: Tensor) -> Tensor:
-        if isinstance(t, Carrier):
-            return t
-        if id(t) not in fakes:
-            kind = options.dtype_of(t)
-            fakes[id(t)] = copied(t, kind) if options.data else fake_tensor(mode, t, kind)
-        return fakes[id(t)]
-
-    def full(t: Carrier) -> Tensor:
-        kind = options.dtype_of(t)
-        if options.data:
-            return copied(t.full_tensor(), kind)
-        with mode:
-            return torch.empty(t.ref.shape, dtype=kind, device=t.device).requires_grad_(t.requires_grad)
-
+    copies = Doubles(options)
     signature, inputs = signature_of(model, root), (args, kwargs)
     sharded = arrivals(signature.bind(args, kwargs)[1])
-    staged = {id(m) for stage in stages for m in stage.module.modules()}
-    # autocast caches the weights it has cast, so that a later call does less than an earlier one
-    once_each = options.equal and not options.data and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    groups = alike([stage.module for stage in stages]) if once_each else []
-    skeleton = Skeleton(fake, {id(m): group[0] for group in groups for m in group[1:]}, staged)
-    clone = skeleton.of(model)
-    for stage in stages:
-        StageCall(stage, skeleton.memo[id(stage.module)])
-    args, kwargs = remade((tuple(args), dict(kwargs)), fake)
+    clone = ModelCopy(model, stages, copies)
+    args, kwargs = remade((tuple(args), dict(kwargs)), copies.of)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
     record.no_sources |= options.no_sources
-    left = Left(record, full, clone, args, kwargs)
-    recorder = record.driver = Recorder(record, options.meter(record, clone, fakes.values()), left.tensors)
-    before = [fingerprint(skeleton.memo[id(group[0])]) for group in groups]
-    once([[skeleton.memo[id(m)] for m in group] for group in groups], recorder.meter.first, recorder.meter.again)
+    left = Left(record, copies.full, clone.module, args, kwargs)
+    meter = options.meter(record, clone.module, copies.by_id.values())
+    recorder = record.driver = Recorder(record, meter, left.tensors)
+    once(clone.groups, meter.first, meter.again)
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     try:
         with World(model, *inputs, data=options.data, own=tensors) as world, left.entered(world):
             call = carried_inputs(record, signature, args, kwargs, sharded)
             hidden = saved_tensors_hooks(lambda t: t, lambda t: t)  # from a checkpoint around the model
-            with hidden, CompileOff(), any_device(), mode, recorder.meter, watched(record):
-                out = clone(*call[0], **call[1])
+            with hidden, CompileOff(), any_device(), copies.mode, meter, watched(record):
+                out = clone.module(*call[0], **call[1])
             note_outputs(recorder, root, out, signature.bind(*call)[1])
-            paths = [path for path, _ in left_in(clone, args, kwargs)]
-            reached = World(clone, args, kwargs).seen.values() if record.sources else ()
+            paths = [path for path, _ in left_in(clone.module, args, kwargs)]
+            reached = World(clone.module, args, kwargs).seen.values() if record.sources else ()
             outliving = {t.ref for t in reached if isinstance(t, Carrier)}
     finally:
-        if isinstance(mode, Fakes):
-            mode.end()
+        copies.end()
     if more := made_of_sources(record, outliving) - options.no_sources:
         options = options._replace(no_sources=options.no_sources | more)
         return record_forward(model, stages, root, *inputs, n, rules, options)
-    if before != [fingerprint(skeleton.memo[id(group[0])]) for group in groups]:  # a stage writes to itself
+    if clone.before != clone.state():
         return record_forward(model, stages, root, *inputs, n, rules, options._replace(equal=False))
-    recorder.meter.start()
-    record.draws = recorder.meter.between or any(node.draws for node in record.nodes if node.kind == "operation")
+    meter.start()
+    record.draws = meter.between or any(node.draws for node in record.nodes if node.kind == "operation")
     record.memories = None
     return record, paths
 

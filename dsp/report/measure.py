@@ -50,7 +50,7 @@ class Measure(Meter):
         self.region: Any = None  # the activation checkpoint of the last node
         self.compiled: dict[str, None] = {}  # functions given to torch.compile that ran uncompiled
         self.reads = ""  # what reads data, and its line, if the forward does so
-        self.saving = saved_tensors_hooks(self.pack, lambda t: t)
+        self.saving = saved_tensors_hooks(self.pack, unpack)
         self.attention = VisiblePairs(self)
 
     def __enter__(self) -> Measure:
@@ -65,8 +65,9 @@ class Measure(Meter):
         self.saving.__exit__(*error)
 
     def pack(self, t: Tensor) -> Tensor:
-        self.saved.append(t)
-        return t
+        # a node that saves its own result, as tanh does, would hold itself for good, through this function too
+        self.saved.append(t if t.grad_fn is None else t.detach())
+        return self.saved[-1]
 
     def start(self) -> None:
         if self.flops or any(self.touched):
@@ -136,6 +137,10 @@ class VisiblePairs(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.meter.part = 1.0
+
+
+def unpack(t: Tensor) -> Tensor:
+    return t
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:
