@@ -98,7 +98,7 @@ class Check:
     def advice(self, runtime: Any) -> str:
         """The advice of the plan: of the runtime that has one, else of a new plan, if one can be made."""
         if hasattr(runtime, "advice"):
-            return runtime.advice  # type: ignore[no-any-return]
+            return runtime.advice
         try:
             return dsp.plan(self.model, self.args, self.kwargs, size=self.axis.size, stages=self.stated).advice
         except Exception as reason:
