@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsp.private import AsyncCollectiveTensor, DTensorSpec, TensorMeta, backward_pass, dtensor, opened
+from dsp.private import (
+    LEAF,
+    PASSING,
+    AsyncCollectiveTensor,
+    DTensorSpec,
+    TensorMeta,
+    backward_pass,
+    dtensor,
+    opened,
+)
+
+STARTS = frozenset({LEAF, "HandedOverBackward"})
 
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -139,3 +150,11 @@ def connected_local(x: DTensor) -> Tensor:
     """This rank's part of a DTensor, connected to it by autograd."""
     with torch._C.DisableTorchFunction():
         return Unwrap.apply(x)
+
+
+def is_graph_start(x: DTensor) -> bool:
+    """Tell whether a sharded tensor is a leaf or was handed over, so that its gradient is not averaged over ranks."""
+    node, index = x.grad_fn, x.output_nr
+    while node is not None and node.name() in PASSING:
+        node, index = node.next_functions[index]
+    return node is None or node.name() in STARTS

@@ -96,6 +96,15 @@ class StagePattern:
         """Dims of the inputs that are summed over, in order of appearance."""
         return tuple(dict.fromkeys(n for p in self.inputs for n in p.names if n in p.summed))
 
+    def refuse_outputs(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Raise NotationError for an output of the model that has not the axes of its pattern after '->'."""
+        for pattern, shape in zip(self.outputs, shapes) if self.explicit_output else ():
+            if len(shape) != len(pattern.axes):
+                raise NotationError(
+                    f"the model returned shape {tuple(shape)}, but the pattern under the key '' of stages says "
+                    f"'{pattern}' after '->': write one name, or one fold, for each axis"
+                )
+
 
 class _Axes:
     """A parser of one tensor's axes, which reads token by token."""

@@ -93,6 +93,9 @@ class Sharded(Tensor):
     def full_tensor(self, **kwargs: Any) -> Tensor:
         return dtensor(self).full_tensor(**kwargs) if kwargs else self.gathered()
 
+    def as_dtensor(self) -> DTensor:
+        return dtensor(self)
+
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         return dtensor(self).redistribute(*args, **kwargs)
 
@@ -148,7 +151,10 @@ def dtensor(t: Sharded) -> DTensor:
 
 
 def as_dtensor(t: Any) -> Any:
-    return dtensor(t) if isinstance(t, Sharded) else t
+    """The DTensor for which a tensor between stages stands, or the tensor if it is replicated; other values as they
+    are."""
+    convert = getattr(t, "as_dtensor", None)
+    return t if convert is None else convert()
 
 
 def _size(t: Sharded, dim: int | None = None) -> Any:

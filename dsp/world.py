@@ -14,7 +14,7 @@ import gc
 import random
 import sys
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from types import (
@@ -31,9 +31,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from dsp.private import version_of
+from dsp.private import children_of, version_of
 
 # packages whose state a forward does not change in a way that matters, or whose threads change it at any time
 LIBRARIES = frozenset(
@@ -261,3 +262,88 @@ def refilled_container(it: Any, held: list[Any]) -> None:
 def rewritten(t: Tensor, version: int, numbers: Tensor) -> None:
     if version_of(t) != version:
         t.detach().copy_(numbers)
+
+
+# --- paths from the model or its inputs ---
+
+Path = tuple[tuple[str, Any], ...]  # steps from the model or an argument: attributes and items
+DEEP = 8  # steps of a path, at most
+
+
+def search(wanted: Callable[[Any], bool], *roots: Any) -> Iterator[tuple[Path, Any]]:
+    """The objects that are wanted, each with a path to it from `roots`, through attributes, lists and dicts."""
+    waiting, seen = deque[tuple[Path, Any]]([((), roots)]), set[int]()
+    while waiting:
+        path, it = waiting.popleft()
+        if id(it) in seen:
+            continue
+        if wanted(it):
+            seen.add(id(it))
+            yield path, it
+        elif len(path) < DEEP * (2 if isinstance(it, nn.Module) else 1):
+            seen.add(id(it))
+            waiting.extend(((*path, step), value) for step, value in steps(it))
+
+
+def refuse_leaves(inputs: Iterable[Any]) -> None:
+    """Raise TypeError if an object among the inputs holds a tensor that is to get a gradient of its own.
+
+    Parameters, whose gradients the caller averages over ranks, and what was computed from these, may be there.
+    """
+    if not torch.is_grad_enabled():
+        return
+    waiting, seen = [(it, type(it), 0) for it in inputs if not isinstance(it, Tensor)], set[int]()
+    while waiting:
+        it, kind, deep = waiting.pop()
+        if isinstance(it, Tensor):
+            if it.requires_grad and it.is_leaf and not isinstance(it, nn.Parameter):
+                raise TypeError(
+                    f"an object among the inputs, a {kind.__name__}, holds a tensor of shape {tuple(it.shape)} that "
+                    "requires a gradient, but would get only the gradient of this rank's shard: pass such a tensor as "
+                    "an argument of its own, or in a list, tuple or dict"
+                )
+        elif id(it) not in seen and deep < DEEP and not isinstance(it, nn.Module):
+            seen.add(id(it))
+            waiting.extend((value, kind, deep + 1) for _, value in steps(it))
+
+
+def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
+    """The steps from an object to its attributes or items, each with the value found there."""
+    if isinstance(it, nn.Module):
+        own = {k: v for k, v in it.__dict__.items() if k not in ("_parameters", "_modules")}
+        return [(("attr", k), v) for k, v in (own | children_of(it)).items()]
+    if isinstance(it, (list, tuple, deque)):
+        return [(("item", i), v) for i, v in enumerate(it)]
+    if isinstance(it, Mapping):
+        return [(("item", k), v) for k, v in it.items()]
+    if isinstance(it, (Tensor, type)) or (of_library(type(it)) and not isinstance(it, SimpleNamespace)):
+        return []
+    return [(("attr", k), v) for k, v in getattr(it, "__dict__", {}).items()]
+
+
+def value_at(path: Path, *roots: Any) -> Any:
+    """The object at the end of a path; None if the path leads nowhere."""
+    it: Any = roots
+    try:
+        for kind, name in path:
+            it = getattr(it, name) if kind == "attr" else it[name]
+    except (AttributeError, LookupError, TypeError):
+        return None
+    return it
+
+
+def put_at(path: Path, value: Any, *roots: Any) -> None:
+    """Replace the object at the end of a path; TypeError where it is in a tuple."""
+    owner, (kind, name) = value_at(path[:-1], *roots), path[-1]
+    if kind == "attr":
+        setattr(owner, name, value)
+    else:
+        owner[name] = value
+
+
+def unpicklable() -> TypeError:
+    """The error of a pickle of a parallel model."""
+    return TypeError(
+        "a parallelized model is tied to its process group and cannot be pickled: save its state_dict(), which is that "
+        "of the bare model, and parallelize where it is loaded"
+    )

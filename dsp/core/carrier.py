@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from dsp.between import without_data_of
 from dsp.core.record import Layout, Record, Ref
+from dsp.gradients import covered_exit
+from dsp.moves import gather_local
 from dsp.private import OpOverload
 from dsp.tensors import version
 from dsp.traits import traits
@@ -65,6 +70,35 @@ class Carrier(Tensor):
         if first is None:  # only its type was read
             return func(*args, **kwargs)
         return first.record.driver.operation(func, what, args, kwargs)
+
+    # --- to code that is not a forward: the DTensor for which it stands ---
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.record.driver.axis.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return (Replicate() if self.cut is None else self.cut.placement(),)
+
+    def as_dtensor(self) -> Tensor:
+        """The DTensor, or the tensor if it is replicated."""
+        if self.cut is None:
+            return plain(self)
+        return self.record.driver.axis.wrap(plain(self), self.cut, self.ref.shape, guard=True)
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        return self.as_dtensor().to_local(**kwargs) if kwargs else plain(self)  # type: ignore[attr-defined]
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        if self.cut is None:
+            return plain(self)
+        if kwargs:
+            return self.as_dtensor().full_tensor(**kwargs)  # type: ignore[attr-defined]
+        return covered_exit(gather_local(plain(self), self.cut, self.ref.shape, self.record.driver.axis))
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.as_dtensor().redistribute(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def first_carrier(values: Any) -> Carrier | None:
@@ -124,6 +158,13 @@ def copies_of(base: Carrier) -> dict[Layout, Tensor]:
     return base.copies
 
 
+def described(t: Carrier, *_: Any, **__: Any) -> str:
+    if t.cut is None:
+        return repr(plain(t))
+    rank = t.record.driver.axis.rank
+    return f"{plain(t)!r}, the part of rank {rank} of {[*t.ref.shape]} sharded along dim {t.cut.dim}"
+
+
 def on_meta(t: Carrier, name: str, *args: Any, **kwargs: Any) -> Any:
     """The result of a method on a contiguous tensor of the global shape."""
     return getattr(torch.empty(t.ref.shape, device="meta"), name)(*args, **kwargs)
@@ -138,5 +179,6 @@ READERS: dict[Any, Any] = {
     Tensor.__len__: lambda t: t.ref.shape[0],
     Tensor.stride: lambda t, *a, **k: on_meta(t, "stride", *a, **k),
     Tensor.is_contiguous: lambda t, *a, **k: on_meta(t, "is_contiguous", *a, **k),
-    Tensor.__repr__: lambda t, **k: f"%{t.ref.number} {[*t.ref.shape]} in {t.cut}: {plain(t)!r}",
+    Tensor.__repr__: described,
+    Tensor.__format__: described,
 }

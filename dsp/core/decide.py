@@ -61,7 +61,9 @@ def decide(
 
 def names_of(record: Record, nodes: Sequence[Node]) -> dict[Base, str]:
     """A name for each value: the input's, the stage's with the turn of the call, or the operation's with the shape."""
-    names, turns = {ref.base: param for param, ref in record.inputs.items()}, itertools.count()
+    names = {v: f"left by an earlier call {list(v.ref.shape)}" for v in record.bases}
+    names |= {ref.base: param for param, ref in record.inputs.items()}
+    turns = itertools.count()
     for node in nodes:
         turn = next(turns) if node.kind == "stage" else 0
         for r in node.results:

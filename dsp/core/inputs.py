@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from dsp.core.carrier import carry
+from dsp.calls import GlueError
+from dsp.core.carrier import Carrier, carry
 from dsp.core.offers import allow_named
-from dsp.core.record import Record
-from dsp.layout import Axis
-from dsp.moves import SplitInput, WholeInput
+from dsp.core.record import Layout, Record, Ref
+from dsp.gradients import connected_local, is_graph_start
+from dsp.layout import Axis, Cut, cut_of, cuts_of
+from dsp.moves import ScaleGradient, SplitInput, WholeInput
 from dsp.notation import StagePattern
 from dsp.private import pytree
-from dsp.signature import Arguments, Bound, Signature
+from dsp.signature import Bound, Signature, Slot, got, put
+from dsp.tensors import tensors_in
 
 UNNAMED = StagePattern("", (), (), False, root=True)  # of a model whose stages name no inputs of the model itself
 
@@ -24,13 +28,10 @@ def signature_of(model: nn.Module, root: StagePattern | None) -> Signature:
     return Signature(model, root or UNNAMED, "the model")
 
 
-def call_key(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The properties of a call's inputs on which its record depends."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    return spec, *map(properties, leaves)
-
-
 def properties(v: Any) -> Any:
+    """The properties of an input on which a record depends."""
+    if isinstance(v, DTensor):
+        return v.shape, v.dtype, v.requires_grad, v.placements
     if isinstance(v, Tensor):
         dense = v.layout != torch.strided or v.is_contiguous()  # else a reshape of it may make a copy
         return v.shape, v.dtype, v.requires_grad, None if dense else v.stride()
@@ -39,47 +40,94 @@ def properties(v: Any) -> Any:
     return type(v).__qualname__
 
 
-def add_inputs(record: Record, bound: Sequence[Bound]) -> None:
-    """Add the inputs that may be sharded to a record: those with a pattern, and others that are long."""
+def arrivals(bound: Sequence[Bound]) -> dict[str, Cut]:
+    """The cuts of the inputs that arrive sharded, by parameter."""
+    return cuts_of({b.param: b.tensor.placements[0] for b in bound if isinstance(b.tensor, DTensor)})
+
+
+def add_inputs(record: Record, bound: Sequence[Bound], sharded: Mapping[str, Cut]) -> None:
+    """Add the inputs that may be sharded to a record: those with a pattern, long ones, and `sharded` ones."""
     declared = [b for b in bound if b.pattern is not None]
     longest = max((b.tensor.nbytes for b in declared or bound), default=0)
     for b in bound:
-        if b.pattern is None and record.n * b.tensor.nbytes <= longest:
+        cut = sharded.get(b.param)
+        if b.pattern is None and cut is None and record.n * b.tensor.nbytes <= longest:
             continue
-        ref = record.inputs[b.param] = record.ref(b.tensor)
+        record.inputs[b.param] = ref = record.ref(b.tensor)
         base = record.new_base(ref)
-        base.replicable = True
         if b.pattern is not None:
             record.patterns[b.param] = b.pattern
             allow_named(base, b.pattern, record.sizes, record.n)
+        base.arrive(cut)
 
 
-def carried_inputs(record: Record, signature: Signature, args: Any, kwargs: Any) -> Any:
+def carried_inputs(record: Record, signature: Signature, args: Any, kwargs: Any, sharded: Mapping[str, Cut]) -> Any:
     """The arguments of the model with carriers of replicated tensors in the place of its inputs, for recording."""
     call, bound = signature.bind(args, kwargs)
-    add_inputs(record, bound)
+    add_inputs(record, bound, sharded)
     for b in bound:
         if (ref := record.inputs.get(b.param)) is not None:
-            ref.base.arrival = (None,)
             call.replace(b, carry(record, b.tensor, ref, None))
     return call.args, call.kwargs
 
 
-def split_inputs(record: Record, axis: Axis, signature: Signature, args: Any, kwargs: Any) -> Arguments:
-    """The arguments with this rank's part of each input; a gradient asked of one is its full, true gradient."""
-    call, bound = signature.bind(args, kwargs)
-    for b in bound:
-        local, cut = b.tensor, record.entry.get(b.param)
-        if cut is not None:
-            local = split_input(local, axis, cut)
-        elif local.requires_grad:
-            local = WholeInput.apply(local, axis)
-        if (ref := record.inputs.get(b.param)) is not None:
-            local = carry(record, local, ref, cut)
-        if local is not b.tensor:
-            call.replace(b, local)
-    return call
+class Entry(NamedTuple):
+    """A tensor among the arguments of a model: its place, its reference (None: it carries nothing), and the cut in
+    which it enters."""
+
+    slot: Slot
+    ref: Ref | None
+    cut: Layout
 
 
-def split_input(x: Tensor, axis: Axis, cut: Any) -> Tensor:
-    return SplitInput.apply(x, axis, cut) if x.requires_grad else axis.narrow(x, cut)
+class Inputs:
+    """The inputs of calls of one signature, as each rank takes its part of them."""
+
+    def __init__(self, record: Record, axis: Axis, bound: Sequence[Bound]) -> None:
+        self.record, self.axis = record, axis
+        self.entries = [Entry(b.slot, record.inputs.get(b.param), record.entry.get(b.param)) for b in bound]
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with this rank's part of each input; a gradient asked of one is its full, true gradient."""
+        args, kwargs = list(args), dict(kwargs)
+        for slot, ref, cut in self.entries:
+            x = got(args, kwargs, slot)
+            local, cut = part_of(x, self.axis, cut)
+            if ref is not None:
+                local = carry(self.record, local, ref, cut)
+            if local is not x:
+                put(args, kwargs, slot, local)
+        slots: list[tuple[Slot, Any]] = [*enumerate(args), *kwargs.items()]
+        for slot, value in slots:
+            if type(value) in (list, tuple, dict) and any(t.requires_grad for t in tensors_in(value)):
+                put(args, kwargs, slot, pytree.tree_map_only(Tensor, self.true_gradient, value))
+        return args, kwargs
+
+    def true_gradient(self, t: Tensor) -> Tensor:
+        """A tensor in a list or dict, so that every rank gets its true gradient."""
+        return t if isinstance(t, Carrier) else part_of(t, self.axis, None)[0]
+
+
+def part_of(x: Tensor, axis: Axis, cut: Layout) -> tuple[Tensor, Layout]:
+    """This rank's part of an input that enters in a cut, and the cut; a DTensor enters as it arrives."""
+    asks = x.requires_grad
+    if isinstance(x, DTensor):
+        return dtensor_part(x, axis)
+    if cut is not None:
+        return (SplitInput.apply(x, axis, cut) if asks else axis.narrow(x, cut)), cut
+    return (WholeInput.apply(x, axis) if asks else x), None
+
+
+def dtensor_part(x: DTensor, axis: Axis) -> tuple[Tensor, Cut]:
+    """This rank's part of an input that arrives sharded, and its cut."""
+    cut = cut_of(x.placements[0]) if len(x.placements) == 1 else None
+    if x.device_mesh != axis.mesh or cut is None:
+        raise GlueError(
+            f"a DTensor {x.placements} on mesh {x.device_mesh} meets a model that is sharded over {axis.mesh}. Inputs "
+            "must be plain tensors or DTensors sharded over the sequence-parallel mesh. A module whose weights are "
+            "on another mesh, such as tensor parallelism's, must be a stage or inside of one: name it in stages"
+        )
+    local = connected_local(x)
+    if x.requires_grad and is_graph_start(x):  # others were computed from parameters, of which the caller averages
+        local = ScaleGradient.apply(local, axis.size)
+    return local, cut

@@ -48,7 +48,7 @@ def add_parts(parts: list[Any], values: Any) -> None:
     for v in values:
         kind = type(v)
         if kind is Carrier:
-            parts += v.ref.number, v.cut
+            parts += v.ref, v.cut
         elif kind in VALUES or kind is float:
             parts += kind, v
         elif kind in CONTAINERS:
@@ -61,7 +61,7 @@ def add_parts(parts: list[Any], values: Any) -> None:
             parts.append(kind)
             add_parts(parts, (v.start, v.stop, v.step))
         elif isinstance(v, Tensor):
-            parts += (v.ref.number, v.cut) if isinstance(v, Carrier) else (v.shape, v.dtype)
+            parts += (v.ref, v.cut) if isinstance(v, Carrier) else (v.shape, v.dtype)
         elif kind.__hash__ is None:
             raise NoKey
         else:
@@ -72,7 +72,7 @@ def key_part(v: Any, exact: bool = False) -> Any:
     """The part of a node's key that an argument gives."""
     kind = type(v)
     if isinstance(v, Carrier):
-        return v.ref.number
+        return v.ref
     if isinstance(v, Tensor):
         return tuple(v.shape)
     if kind in CONTAINERS:
@@ -88,7 +88,8 @@ class Ready(NamedTuple):
     """A node as this rank runs it, on operands in certain layouts.
 
     local: the function on parts (None: the node's call); unchanged: nothing moves and nothing is replaced, so the call
-    takes its arguments as they are; slots: of a stage's operands, in its arguments.
+    takes its arguments as they are; slots: of a stage's operands, in its arguments; nested: carriers are in lists or
+    dicts among these.
     """
 
     node: Node
@@ -96,6 +97,7 @@ class Ready(NamedTuple):
     local: Callable[..., Any] | None
     unchanged: bool
     slots: Sequence[Any] = ()
+    nested: bool = False
 
 
 class Several(NamedTuple):

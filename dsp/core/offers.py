@@ -64,11 +64,15 @@ def operands_of(tensors: Sequence[Tensor]) -> list[Operand]:
 
 
 def stage_node(record: Record, stage: Stage, args: Any, kwargs: Any) -> tuple[Node, list[Any]]:
-    """The node of a stage call, and its bound arguments."""
+    """The node of a stage call, and its bound arguments.
+
+    Its last operands are carriers in lists and dicts, which no pattern can name: they have to be replicated.
+    """
     _, bound = stage.signature.bind(args, kwargs)
     sizes = stage.sizes(bound, record.sizes)
     info = BoundStage(stage, sizes, stage.options(bound, sizes, record.n))
-    return Node("stage", stage.name, operands_of([b.tensor for b in bound]), info), bound
+    nested = [t for t, _ in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
+    return Node("stage", stage.name, operands_of([*(b.tensor for b in bound), *nested]), info), bound
 
 
 def lay_out(record: Record) -> None:
@@ -129,20 +133,22 @@ def stage_offers(record: Record, node: Node) -> Iterator[Offer]:
                 t.base.allow(cut)
         along = option.lands
         gives = tuple(None if along is None else cut_for(p, r.shape, along, sizes) for r, p, sizes in results)
-        yield stage_offer(stage, option, gives, sums(record, option, results) if option.onto else ())
+        yield stage_offer(node, option, gives, sums(record, option, results) if option.onto else ())
 
 
 def stage_offer(
-    stage: Stage, option: Option, gives: tuple[Layout, ...], inner: tuple[InnerCollective, ...] = ()
+    node: Node, option: Option, gives: tuple[Layout, ...], inner: tuple[InnerCollective, ...] = ()
 ) -> Offer:
+    assert isinstance(node.call, BoundStage)
+    stage, nested = node.call.stage, [None] * (len(node.operands) - len(option.cuts))
     local = None if stage.local is None else stage.local(stage, option)
-    return Offer(option.cuts, gives, (), inner, option.last_resort, local, option)
+    return Offer((*option.cuts, *nested), gives, (), inner, option.last_resort, local, option)
 
 
 def unrecorded_offers(node: Node) -> list[Offer]:
     """The offers of a stage whose results nobody knows yet."""
     assert isinstance(node.call, BoundStage)
-    return [stage_offer(node.call.stage, option, ()) for option in node.call.options]
+    return [stage_offer(node, option, ()) for option in node.call.options]
 
 
 def sums(

@@ -2,95 +2,166 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dsp.calls import GlueError
-from dsp.core.carrier import Carrier, plain
+from dsp.core.carrier import Carrier, first_carrier, plain
 from dsp.core.decide import decide
 from dsp.core.hooks import order_hooks
-from dsp.core.inputs import add_inputs, call_key, signature_of, split_inputs
+from dsp.core.inputs import Inputs, add_inputs, arrivals, properties, signature_of
 from dsp.core.offers import Rules, lay_out
+from dsp.core.persistent import adopt, layout_at
 from dsp.core.record import Node, Record
 from dsp.core.recording import record_forward
-from dsp.core.run import Runner
+from dsp.core.run import Outside, Runner
 from dsp.core.stage_calls import StageCall
 from dsp.core.watch import watched
-from dsp.gradients import covered_exit
+from dsp.gradients import covered_exit, waited
 from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
+from dsp.private import AsyncCollectiveTensor, pytree
 from dsp.randomness import share, unshare
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
+from dsp.world import Path, refuse_leaves, unpicklable
+
+RECORDS = 64  # signatures of inputs whose record is kept
+# the usual types of arguments: in others objects may hide, or a tensor still on its way
+USUAL = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)})
 
 
 class Parallel:
-    """A parallel model: its forward, by the record for inputs like these."""
+    """A parallel model: its forward, by the record for inputs like these.
+
+    paths: of carriers that calls left and later ones read; leaving: keys of records that leave others, which nobody is
+    known to read; running: the number of its forwards that run.
+    """
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather: bool, rules: Rules
     ) -> None:
+        if isinstance(getattr(model.forward, "__self__", None), Parallel):
+            raise ValueError("this model is already parallelized; build it anew to parallelize it differently")
         self.model, self.axis, self.gather, self.rules = model, axis, gather, rules
         self.stages, self.root = stages, root
-        self.signature = signature_of(model, root)
-        self.forward, self.records = model.forward, dict[Any, Record]()
-        for stage in stages:
-            StageCall(stage, stage.module)
-        inside = {id(m) for stage in stages for m in stage.module.modules()}
-        self.between = [m for m in model.modules() if m is not model and id(m) not in inside]
+        self.forward, self.signature = model.forward, signature_of(model, root)
+        self.install()
         model.forward = self.call
 
+    def install(self) -> None:
+        """Take the place of the calls of stages."""
+        self.records, self.paths, self.running = dict[Any, Record](), list[Path](), 0
+        self.leaving = set[Any]()
+        for stage in self.stages:
+            StageCall(stage, stage.module)
+
+    @cached_property
+    def between(self) -> list[nn.Module]:
+        """The modules between stages."""
+        inside = {id(m) for stage in self.stages for m in stage.module.modules()}
+        return [m for m in self.model.modules() if m is not self.model and id(m) not in inside]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+        """The same for a copy of the model, on the same ranks and with its own records."""
+        new = memo[id(self)] = object.__new__(Parallel)
+        new.axis, new.gather, new.rules = self.axis, self.gather, self.rules
+        for name in ("model", "stages", "root", "forward", "signature"):  # the copied model is not complete yet
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        new.install()
+        return new
+
+    def __reduce__(self) -> Any:
+        raise unpicklable()
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(t, Carrier) for t in (*args, *kwargs.values())):  # a checkpoint around the model
+        if first_carrier((*args, *kwargs.values())) is not None:  # inside another parallel model
             return self.forward(*args, **kwargs)
         order_hooks(self.between)
-        record = self.record(args, kwargs)
-        call = split_inputs(record, self.axis, self.signature, args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not USUAL.issuperset(map(type, leaves)):
+            refuse_leaves(leaves)
+            if AsyncCollectiveTensor in map(type, leaves):
+                leaves = [waited(t) if isinstance(t, Tensor) else t for t in leaves]
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+        key = spec, *map(properties, leaves), self.model.training, torch.is_grad_enabled()
+        record = self.record(key, args, kwargs)
+        outside: Any = record.driver
+        if record.persistent:
+            adopt(record, self.axis, self.model, args, kwargs)
+        local_args, local_kwargs = outside.inputs.split(args, kwargs)
         token = share(self.axis) if record.draws else None  # between stages all ranks draw the same numbers
+        record.driver, self.running = outside.runner, self.running + 1
         try:
             with watched(record):
-                out = self.forward(*call.args, **call.kwargs)
-            return self.bring_out(record, out)
+                out = self.forward(*local_args, **local_kwargs)
+            return self.bring_out(outside.runner, out)
         finally:
+            record.driver, self.running = outside, self.running - 1
             if token is not None:
                 unshare(token)
 
-    def record(self, args: Any, kwargs: Any) -> Record:
-        """The record for inputs like these, made in the first call."""
-        key = *call_key(args, kwargs), self.model.training, torch.is_grad_enabled()
-        record = self.records.get(key)
-        if record is None:
-            record = self.records[key] = self.plan(args, kwargs)
-            record.driver = Runner(record, self.rules, self.axis)
-        return record
+    def record(self, key: Any, args: Any, kwargs: Any) -> Record:
+        """The record for inputs like these, and for what earlier calls left, made in the first call.
 
-    def plan(self, args: Any, kwargs: Any) -> Record:
-        """A planned record; for a forward that reads its data an empty one, which grows as it runs."""
+        Where a forward leaves something, the next one may read it: then that has another record.
+        """
+        roots = self.model, args, kwargs
+        full_key = (key, *(layout_at(path, *roots) for path in self.paths))
+        record = self.records.get(full_key)
+        if record is not None and full_key not in self.leaving:
+            return record
+        self.leaving.discard(full_key)
+        new, left = self.plan(args, kwargs)
+        if record is not None and not new.persistent:
+            return record
+        inputs = Inputs(new, self.axis, self.signature.bind(args, kwargs)[1])
+        new.driver = Outside(Runner(new, self.rules, self.axis), inputs, lambda: self.running > 0)
+        self.paths += [path for path in new.persistent if path not in self.paths]
+        full_key = (key, *(layout_at(path, *roots) for path in self.paths))
+        if not {*left} <= {*self.paths}:
+            self.leaving.add(full_key)
+        if len(self.records) >= RECORDS:
+            del self.records[next(iter(self.records))]
+        self.records[full_key] = new
+        return new
+
+    def plan(self, args: Any, kwargs: Any) -> tuple[Record, list[Path]]:
+        """A planned record, and the paths of what it leaves; of a forward that reads its data an empty one, which grows
+        as it runs."""
+        n = self.axis.size
         try:
-            record = record_forward(self.model, self.stages, self.root, args, kwargs, self.axis.size, self.rules)
+            record, paths = record_forward(self.model, self.stages, self.root, args, kwargs, n, self.rules)
         except (NotationError, GlueError):
             raise
         except Exception:  # the forward reads its data, or calls what cannot run without
-            record = Record(self.axis.size, sizes_of_root(self.model, self.root, args, kwargs), self.rules)
+            record = Record(n, sizes_of_root(self.model, self.root, args, kwargs), self.rules)
             record.memories = None
-            add_inputs(record, self.signature.bind(args, kwargs)[1])
-            return record
+            bound = self.signature.bind(args, kwargs)[1]
+            add_inputs(record, bound, arrivals(bound))
+            return record, []
         lay_out(record)
         decide(record, self.gather)
-        return record
+        return record, paths
 
-    def bring_out(self, record: Record, out: Any) -> Any:
+    def bring_out(self, runner: Runner, out: Any) -> Any:
         """The output of the model: gathered, or as DTensors."""
+        record = runner.record
+        if not record.planned and self.root is not None:
+            self.root.refuse_outputs([t.shape for t in tensors_in(out)])
         tensors: list[Any] = []
         for k, t in enumerate(tensors_in(out)):
             if not isinstance(t, Carrier):
                 tensors.append(t)
             elif self.gather and t.cut is not None:
                 node = record.outputs.get(k) or Node("output", "output", [t.ref])
-                [full] = record.driver.copies.bring(node, [t], [None])  # type: ignore[attr-defined]
+                [full] = runner.copies.bring(node, [t], [None])
                 tensors.append(covered_exit(full))
             elif t.cut is not None:
                 tensors.append(self.axis.wrap(plain(t), t.cut, t.ref.shape, guard=True))

@@ -23,7 +23,7 @@ def place(record: Record, nodes: list[Node], ops: Sequence[Op], picks: Sequence[
     number = {v: i for i, v in enumerate(record.bases)}
     for param, ref in record.inputs.items():
         v = number[ref.base]
-        cuts = used.get(v, set())
+        cuts = used.get(v, set()) if ref.base.arrival == (None,) else {*ref.base.arrival}
         entry[v] = record.entry[param] = next(iter(cuts)) if len(cuts) == 1 else None
     moves: dict[int, list[Move]] = {}
     for m in solution.moves:

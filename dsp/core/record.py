@@ -18,9 +18,10 @@ from torch import Tensor
 from dsp.calls import Operand
 from dsp.layout import Axis, Cut
 from dsp.notation import TensorPattern
-from dsp.private import saving_hooks
+from dsp.private import checkpoint_frame
 from dsp.stages import Option, Stage
 from dsp.tensors import memory
+from dsp.world import Path
 
 Layout = Cut | None  # None: replicated
 MOST = 64  # the results that an operation may have, where nobody knows how many it has
@@ -69,7 +70,7 @@ class Base:
 
     cuts: those that it may have, with the length that is shared out; arrival: of an input, the layouts in which it may
     arrive at no cost; fixed: it is written in place; replicable: it may be replicated without a gather; free: every
-    rank can make it without communication.
+    rank can make it without communication; persistent: an earlier call left it.
     """
 
     ref: Ref
@@ -78,9 +79,16 @@ class Base:
     fixed: bool = False
     replicable: bool = False
     free: bool = False
+    persistent: bool = False
 
     def allow(self, cut: Cut) -> None:
         self.cuts.setdefault(cut, cut.extent(self.ref.shape[cut.dim]))
+
+    def arrive(self, cut: Layout) -> None:
+        """Let this be a tensor that a forward finds in a layout: an input, or what an earlier call left."""
+        if cut is not None:
+            self.allow(cut)
+        self.arrival, self.replicable = (cut,), cut is None
 
 
 class LocalFunction(Protocol):
@@ -254,6 +262,8 @@ def replicated(node: Node, results: int = 0) -> Offer:
 class Driver(Protocol):
     """The object that leads a forward past its nodes: while it is recorded, or while it runs."""
 
+    axis: Axis
+
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         """The result of an operation; `first` counts the turns of nodes with one key (None: the first operand does)."""
 
@@ -265,11 +275,12 @@ class Record:
     """The nodes of a forward on `n` ranks, in order. Tensors between stages carry it.
 
     sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
-    patterns: of the inputs that have one; entry: the layout in which each input enters; by_key: nodes by what
-    identifies them (`dsp.core.keys`); planned: the nodes have decisions, made before the first run; draws: something
-    between stages draws random numbers; sources: functions of nodes without an operand that is a `Ref`;
-    sources_recompute: some of them are in a checkpoint; saved: the tensors that each checkpoint saves in all (infinite:
-    it recomputes all it ran); input_grads: the inputs that get a gradient from the outputs.
+    patterns: of the inputs that have one; entry: the layout in which each input enters; persistent: carriers of earlier
+    calls that it reads, by their paths; by_key: nodes by what identifies them (`dsp.core.keys`); planned: the nodes
+    have decisions, made before the first run; draws: something between stages draws random numbers; sources: functions
+    of nodes without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint; no_sources: keys
+    of calls that are none, because what they make outlives the forward; saved: the tensors that each checkpoint saves
+    in all (infinite: it recomputes all it ran); input_grads: the inputs that get a gradient from the outputs.
     """
 
     driver: Driver
@@ -282,11 +293,13 @@ class Record:
         self.patterns: dict[str, TensorPattern] = {}
         self.outputs: dict[int, Node] = {}
         self.entry: dict[str, Layout] = {}
+        self.persistent: dict[Path, Ref] = {}
         self.by_key: dict[Any, list[Node]] = {}
         self.memories: dict[Any, int] | None = {}  # numbers of memory; None: nobody asks any more
         self.count = 0  # of references
         self.planned = self.draws = self.sources_recompute = False
         self.sources: set[Any] = set()
+        self.no_sources: set[Any] = set()
         self.saved: list[float] = []
         self.input_grads: dict[str, Ref] = {}
 
@@ -304,7 +317,7 @@ class Record:
         return ref.base
 
     def add(self, key: Any, node: Node) -> Node:
-        node.checkpointed = saving_hooks(False) is not None
+        node.checkpointed = checkpoint_frame() is not None
         self.by_key.setdefault(key, []).append(node)
         self.nodes.append(node)
         return node

@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from dsp.calls import replaced, tensor_args
 from dsp.compile_off import CompileOff
 from dsp.core.backward import Gradients, Regions
 from dsp.core.carrier import Carrier, claim, plain
-from dsp.core.inputs import carried_inputs, signature_of
+from dsp.core.inputs import arrivals, carried_inputs, signature_of
 from dsp.core.keys import key_part
 from dsp.core.meter import NodeMeter
 from dsp.core.offers import Rules, operands_of, stage_node
+from dsp.core.persistent import PersistentTensors, persistent_tensors
 from dsp.core.record import Node, Operation, Record, Ref
-from dsp.core.skeleton import Skeleton
+from dsp.core.skeleton import Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
-from dsp.core.watch import Watch, refuse_transforms, watched
+from dsp.core.watch import refuse_transforms, watched
+from dsp.layout import Axis
 from dsp.notation import StagePattern
-from dsp.private import FakeTensorMode, any_device, buffers_of, fake_tensor
-from dsp.signature import sizes_of_root
+from dsp.private import any_device, fake_tensor
+from dsp.signature import Bound, sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import edge, map_tensors, remade, tensors_in
+from dsp.world import Path, World
 
 
 class Recorder:
-    """Leads a forward on tensors without data, all replicated, and adds each node to the record."""
+    """Leads a forward on tensors without data, all replicated, and adds each node to the record.
 
-    def __init__(self, record: Record, meter: NodeMeter) -> None:
-        self.record, self.meter = record, meter
+    persistent: tensors in the place of the carriers that earlier calls left.
+    """
+
+    axis: Axis  # of no rank: a forward that asks for it cannot be recorded
+
+    def __init__(self, record: Record, meter: NodeMeter, persistent: Mapping[Ref, Tensor]) -> None:
+        self.record, self.meter, self.persistent = record, meter, persistent
         self.regions, self.gradients = Regions(), Gradients()
+
+    def full(self, t: Tensor) -> Tensor:
+        """The tensor of global shape for which a carrier stands."""
+        if isinstance(t, Carrier) and t.ref in self.persistent:
+            return self.persistent[t.ref]
+        return plain(t)
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         refuse_transforms(args, kwargs)
-        before, tensors = self.regions.saved(), [*map(plain, tensor_args(args, kwargs))]
+        before, tensors = self.regions.saved(), [*map(self.full, tensor_args(args, kwargs))]
         self.meter.start()
         args_, kwargs_ = replaced(args, kwargs, iter(tensors))
         return self.note(func, what, args, kwargs, func(*args_, **kwargs_), tensors, before)
@@ -68,7 +83,8 @@ class Recorder:
         record = self.record
         node, bound = stage_node(record, stage, args, kwargs)
         before, carried = self.regions.saved(), tensors_in((args, kwargs))
-        tensors = [*map(plain, carried)]
+        nested = [t for t, _ in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
+        tensors = [*map(self.full, carried)]
         args, kwargs = map_tensors((args, kwargs), tensors)
         self.meter.start()
         out = call(*args, **kwargs)
@@ -77,27 +93,27 @@ class Recorder:
         record.add((stage.name, tuple(key_part(b.tensor, False) for b in bound)), node)
         node.regions = self.regions.places(before)
         read = dict(zip(map(id, carried), tensors))
-        self.gradients.note(node, [read[id(b.tensor)] for b in bound], tensors_in(out))
+        self.gradients.note(node, [read[id(t)] for t in (*(b.tensor for b in bound), *nested)], tensors_in(out))
         return self.carried(node, out)
 
     def carried(self, node: Node, out: Any) -> Any:
         """The results of a node as carriers."""
-        carriers = [claim(self.record, plain(t), ref, None) for t, ref in zip(tensors_in(out), node.results)]
-        return carriers[0] if isinstance(out, Tensor) else map_tensors(out, carriers)
+        results = [claim(self.record, plain(t), ref, None) for t, ref in zip(tensors_in(out), node.results)]
+        return results[0] if isinstance(out, Tensor) else map_tensors(out, results)
 
 
 class RecordOptions(NamedTuple):
     """The options of a recording.
 
     meter: makes the observer of the record's nodes, from the record and the module that runs; dtype: of floating-point
-    tensors, by default their own; data: it runs on copies of tensors, not on tensors without data; sources: functions
-    of plain tensors may be nodes.
+    tensors, by default their own; data: it runs on copies of tensors, not on tensors without data; no_sources: keys of
+    calls that are no sources.
     """
 
     meter: Callable[[Record, nn.Module], NodeMeter] = lambda record, module: NodeMeter()
     dtype: torch.dtype | None = None
     data: bool = False
-    sources: bool = True
+    no_sources: frozenset[Any] = frozenset()
 
     def dtype_of(self, t: Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
@@ -109,19 +125,32 @@ PLAIN = RecordOptions()
 def record_forward(
     model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, n: int, rules: Rules,
     options: RecordOptions = PLAIN,
-) -> Record:  # fmt: skip
-    """The record of a forward on `n` ranks. It has no sources if a module keeps one for later calls, as a table that it
-    makes once: no record may hold that."""
-    inputs = args, kwargs
-    mode: Any = nullcontext() if options.data else FakeTensorMode(allow_non_fake_inputs=True)
+) -> tuple[Record, list[Path]]:  # fmt: skip
+    """The record of a forward on `n` ranks, and the paths of the carriers that it leaves for later calls.
+
+    A table of which no input is a part, and that outlives the forward, is made in full: others may read it. So what it
+    is made of is no source: the forward is recorded again.
+    """
+    mode: Any = nullcontext() if options.data else Fakes(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
 
     def fake(t: Tensor) -> Tensor:
+        if isinstance(t, Carrier):
+            return t
         if id(t) not in fakes:
             kind = options.dtype_of(t)
             fakes[id(t)] = copied(t, kind) if options.data else fake_tensor(mode, t, kind)
         return fakes[id(t)]
 
+    def full(t: Carrier) -> Tensor:
+        kind = options.dtype_of(t)
+        if options.data:
+            return copied(t.full_tensor(), kind)
+        with mode:
+            return torch.empty(t.ref.shape, dtype=kind, device=t.device).requires_grad_(t.requires_grad)
+
+    signature, inputs = signature_of(model, root), (args, kwargs)
+    sharded = arrivals(signature.bind(args, kwargs)[1])
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     skeleton = Skeleton(fake, {}, staged)
     clone = skeleton.of(model)
@@ -129,27 +158,60 @@ def record_forward(
         StageCall(stage, skeleton.memo[id(stage.module)])
     args, kwargs = remade((tuple(args), dict(kwargs)), fake)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
-    recorder = record.driver = Recorder(record, options.meter(record, clone))
-    args, kwargs = carried_inputs(record, signature := signature_of(model, root), args, kwargs)
-    bound = signature.bind(args, kwargs)[1]
-    with CompileOff(), any_device(), mode, recorder.meter, watched(record) if options.sources else Watch(record):
-        out = clone(*args, **kwargs)
-    for k, t in enumerate(tensors_in(out)):
-        if isinstance(t, Carrier):
-            node = record.outputs[k] = record.add(("output", k), Node("output", "output", [t.ref]))
-            recorder.gradients.note(node, [t], [])
-    reached, record.saved = recorder.gradients.finish(tensors_in(out)), recorder.regions.totals()
-    record.input_grads = {
-        b.param: Ref(b.tensor.shape, dtype=b.tensor.dtype) for b in bound if edge(b.tensor) in reached
-    }
-    if record.sources and any(
-        isinstance(t, Carrier) for m in clone.modules() for t in tensors_in([buffers_of(m), vars(m)])
-    ):
-        return record_forward(model, stages, root, *inputs, n, rules, options._replace(sources=False))
+    record.no_sources |= options.no_sources
+    persistent = PersistentTensors(record, full, clone, args, kwargs)
+    recorder = record.driver = Recorder(record, options.meter(record, clone), persistent.tensors)
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+    try:
+        with World(model, *inputs, data=options.data, own=tensors) as world, persistent.entered(world):
+            call = carried_inputs(record, signature, args, kwargs, sharded)
+            hidden = saved_tensors_hooks(lambda t: t, lambda t: t)  # from a checkpoint around the model
+            with hidden, CompileOff(), any_device(), mode, recorder.meter, watched(record):
+                out = clone(*call[0], **call[1])
+            note_outputs(recorder, root, out, signature.bind(*call)[1])
+            paths = [path for path, _ in persistent_tensors(clone, args, kwargs)]
+            reached = World(clone, args, kwargs).seen.values() if record.sources else ()
+            outliving = {t.ref for t in reached if isinstance(t, Carrier)}
+    finally:
+        if isinstance(mode, Fakes):
+            mode.end()
+    if more := made_of_sources(record, outliving) - options.no_sources:
+        options = options._replace(no_sources=options.no_sources | more)
+        return record_forward(model, stages, root, *inputs, n, rules, options)
     recorder.meter.start()
     record.draws = recorder.meter.draws or any(node.draws for node in record.nodes if node.kind == "operation")
     record.memories = None
-    return record
+    return record, paths
+
+
+def note_outputs(recorder: Recorder, root: StagePattern | None, out: Any, bound: Sequence[Bound]) -> None:
+    """Add the outputs of a forward to its record, and say which inputs get a gradient from them."""
+    record, tensors = recorder.record, tensors_in(out)
+    if root is not None:
+        root.refuse_outputs([t.shape for t in tensors])
+    for k, t in enumerate(tensors):
+        if isinstance(t, Carrier):
+            node = record.outputs[k] = record.add(("output", k), Node("output", "output", [t.ref]))
+            recorder.gradients.note(node, [t], [])
+    reached, record.saved = recorder.gradients.finish(tensors), recorder.regions.totals()
+    record.input_grads = {
+        b.param: Ref(b.tensor.shape, dtype=b.tensor.dtype) for b in bound if edge(b.tensor) in reached
+    }
+
+
+def made_of_sources(record: Record, outliving: set[Ref]) -> frozenset[Any]:
+    """The keys of the sources that tensors which outlive the forward are made of, and of nothing but sources."""
+    keys: dict[int, frozenset[Any]] = {}  # by memory, while no input is a part of it
+    node_keys = {id(node): key for key, nodes in record.by_key.items() for node in nodes}
+    for node in record.nodes:
+        if node.kind == "operation" and all(ref.memory in keys for ref in node.refs):
+            parts = frozenset[Any]().union(*(keys[ref.memory] for ref in node.refs))
+            for ref in node.results or node.refs[:1]:
+                keys[ref.memory] = parts or frozenset({node_keys[id(node)]})
+        else:
+            for ref in node.results or node.refs[:1]:
+                keys.pop(ref.memory, None)
+    return frozenset[Any]().union(*(keys.get(ref.memory, frozenset()) for ref in outliving))
 
 
 def copied(t: Tensor, dtype: torch.dtype) -> Tensor:

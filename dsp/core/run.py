@@ -6,6 +6,7 @@ There is one way for stages and operations, for planned and unplanned ones. A no
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from dsp.calls import GlueError, replaced, tensor_args
-from dsp.core.carrier import LOCAL, Carrier, base_of, claim, plain
+from dsp.core.carrier import LOCAL, Carrier, base_of, carry, claim, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies
+from dsp.core.inputs import Inputs
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, key_part
 from dsp.core.offers import Rules, operands_of, stage_node, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, global_shape, replicated
@@ -26,10 +28,13 @@ from dsp.core.watch import refuse_transforms
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
 from dsp.notation import NotationError
-from dsp.private import saving_hooks
+from dsp.private import backward_pass, saving_hooks
 from dsp.randomness import forked
+from dsp.sharded import as_dtensor
 from dsp.stages import Stage, cut_for
 from dsp.tensors import map_tensors, memory, tensors_in
+
+MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error
 
 
 class Runner:
@@ -49,7 +54,7 @@ class Runner:
         ready, at = self.prepared.get(key, args, kwargs, first)
         if ready is None:
             ready = self.ready(key, at, func, what, args, kwargs, first)
-        node, offer, local, unchanged, _ = ready
+        node, offer, local, unchanged, _, _ = ready
         if node.identity:
             return args[0]
         if unchanged:
@@ -127,7 +132,7 @@ class Runner:
             keep_arguments()
         key = exact_key(stage, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs)
-        node, offer, local, _, slots = ready or self.ready_stage(key, at, stage, call, args, kwargs)
+        node, offer, local, _, slots, nested = ready or self.ready_stage(key, at, stage, call, args, kwargs)
         operands = [args[slot] if type(slot) is int else kwargs[slot] for slot in slots]
         parts = self.copies.bring(node, operands, offer.needs)
         held = self.held(offer)
@@ -136,6 +141,8 @@ class Runner:
         args, kwargs = list(args), dict(kwargs)
         for slot, part in zip(slots, parts):
             (args if type(slot) is int else kwargs)[slot] = part
+        if nested:
+            args, kwargs = map_tensors((args, kwargs), map(plain, tensors_in((args, kwargs))))
         with forked(self.axis) if node.draws and sharded(offer) else nullcontext():
             out = (local or call)(*args, **kwargs)
         results = [plain(t) for t in tensors_in(out)]
@@ -186,17 +193,22 @@ class Runner:
 
     def ready_stage(self, key: Any, at: int | None, stage: Stage, call: Any, args: Any, kwargs: Any) -> Ready:
         node, bound = stage_node(self.record, stage, args, kwargs)
+        nested = [(t, error) for t, error in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
+        for t, error in nested:
+            if t.cut is not None:
+                raise error
         operands = [b.tensor for b in bound]
         shared = stage.name, tuple(key_part(t, False) for t in operands)
-        planned, at = self.prepared.node(shared, next(t for t in operands if isinstance(t, Carrier)), at)
+        carriers = (t for t in (*operands, *(t for t, _ in nested)) if isinstance(t, Carrier))
+        planned, at = self.prepared.node(shared, next(carriers), at)
         if planned is None:  # as in `ready`
             planned = node
             node.offers = unrecorded_offers(node)
             self.add(shared, node, operands)
-        offer = planned.offer
+        offer, slots = planned.offer, [b.slot for b in bound]
         assert offer is not None
         local = None if offer.local is None else offer.local(self.axis, call, args, kwargs)
-        return self.prepared.put(key, shared, at, Ready(planned, offer, local, False, [b.slot for b in bound]))
+        return self.prepared.put(key, shared, at, Ready(planned, offer, local, False, slots, bool(nested)))
 
 
 def sharded(offer: Offer) -> bool:
@@ -228,3 +240,44 @@ def with_dummy(local: Tensor, cut: Layout) -> Tensor:
     shape = [*local.shape]
     shape[cut.dim] = Cut(0, cut.outer).folds
     return torch.cat([local, local.new_ones(shape)], cut.dim)
+
+
+class Outside:
+    """Drives a record while no forward of it runs.
+
+    A backward pass may run a part of the forward again, in a checkpoint, and another forward of the model may read what
+    this one left: these the runner leads. inputs: of the next forward; running: tells whether there is another one.
+    """
+
+    def __init__(self, runner: Runner, inputs: Inputs, running: Callable[[], bool]) -> None:
+        self.runner, self.inputs, self.running, self.axis = runner, inputs, running, runner.axis
+
+    @property
+    def unplanned(self) -> int:
+        return self.runner.unplanned
+
+    def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+        if backward_pass() != -1 or self.running():
+            return self.runner.operation(func, what, args, kwargs, first)
+        if func is Tensor.__deepcopy__:
+            return carrier_copy(*args)
+        args, kwargs = replaced(args, kwargs, map(as_dtensor, tensor_args(args, kwargs)))
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            raise RuntimeError(
+                f"{what.name}() outside of a forward got a plain tensor and a sharded one. A forward of a parallelized "
+                "model left the sharded one in an object, such as a cache: call dsp.gather(x) on it first"
+            ) from error
+
+    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self.runner.stage(stage, call, args, kwargs)
+
+
+def carrier_copy(t: Carrier, memo: dict[int, Any]) -> Carrier:
+    """A deep copy of a carrier, such as of a cache that is copied with its model."""
+    if id(t) not in memo:
+        memo[id(t)] = carry(t.record, copy.deepcopy(plain(t), memo), t.ref, t.cut)
+    return memo[id(t)]

@@ -1,4 +1,4 @@
-"""A copy of a model's module tree on fake parameters, on which a forward without data runs."""
+"""Tensors without data, and a copy of a model's module tree on such parameters: a forward is recorded on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,33 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dsp.private import children_of
+from dsp.calls import GlueError
+from dsp.private import FakeTensorMode, children_of, forget_fakes, schema_of
+
+KEPT = (
+    "got a tensor without data. dsp plans on fake tensors, and the model stored one of them where dsp cannot find it "
+    "again: no attribute, closure, global name or functools cache of the model's own code leads there. Call the bare "
+    "model once before dsp plans it, so that it keeps real tensors"
+)
+
+
+class Fakes(FakeTensorMode):
+    """The fake tensors of one forward; once that is over, every operation on them raises."""
+
+    over = False
+    collective: Callable[[str, Any], None] | None = None  # gets the name and the arguments of each collective
+
+    def end(self) -> None:
+        """Let every later operation on these tensors raise."""
+        self.over, self.collective = True, None
+        forget_fakes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.over:
+            raise GlueError(f"{schema_of(func).name.partition('::')[2].strip('_')}() {KEPT}")
+        if func.namespace == "c10d" and self.collective is not None:
+            self.collective(func.__name__.partition("_.")[0], args)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 class Skeleton:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dsp.core.carrier import Carrier
+from dsp.core.carrier import first_carrier
 from dsp.core.watch import unwatched
 from dsp.private import set_compiled_call
 from dsp.stages import Stage
@@ -23,10 +23,10 @@ class StageCall:
         set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for t in (*args, *kwargs.values()):
-            if isinstance(t, Carrier):
-                record = t.record
-                with unwatched() if record.sources or not record.planned else UNCHANGED:
-                    return record.driver.stage(self.stage, self.call, args, kwargs)
+        t = first_carrier((*args, *kwargs.values()))
+        if t is not None:
+            record = t.record
+            with unwatched() if record.sources or not record.planned else UNCHANGED:
+                return record.driver.stage(self.stage, self.call, args, kwargs)
         with unwatched():
             return self.call(*args, **kwargs)  # not in a forward of ours, or inside another stage

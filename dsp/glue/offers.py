@@ -157,7 +157,7 @@ class Combinations:
     def offers_for_node(self) -> list[Offer]:
         """The offers; what no rule takes is replicated, and nothing long is replicated without need."""
         node, record = self.node, self.record
-        longest = max(v.ref.nbytes for v in record.bases)
+        longest = max((v.ref.nbytes for v in record.bases if not (v.free or v.persistent)), default=0)
         parts = [o for o in self.offers if any(o.needs)]
         refs = [*node.refs, *node.results]
         if parts and any(not o.last_resort for o in parts) and record.n * max(t.nbytes for t in refs) > longest:

@@ -19,7 +19,7 @@ from dsp.core.recording import Recorder
 from dsp.core.watch import Watch
 from dsp.glue.local import LocalRule, frame_of
 from dsp.layout import Axis, Cut
-from dsp.private import saving_hooks
+from dsp.private import checkpoint_frame
 from dsp.rules import Frame, localize_source, source_cuts
 from dsp.rules.functions import PRODUCTS
 from dsp.traits import FILLED, SOURCES, grows
@@ -31,6 +31,8 @@ class SourceWatch(Watch):
     def on_plain(self, func: Any, what: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
         record, key = self.record, (func, key_part(args, False), key_part(kwargs, False))
         recorded, driver = key in record.by_key, record.driver
+        if key in record.no_sources:
+            return func(*args, **kwargs)
         if not isinstance(driver, Recorder):
             return driver.operation(func, what, args, kwargs, self) if recorded else func(*args, **kwargs)
         driver.meter.start()
@@ -44,7 +46,7 @@ class SourceWatch(Watch):
             if len(record.rules.of(record, node)) == 1:  # only replicated
                 return out
         record.sources.add(func)
-        record.sources_recompute |= saving_hooks(False) is not None
+        record.sources_recompute |= checkpoint_frame() is not None
         return driver.note(func, what, args, kwargs, out)
 
 

@@ -19,39 +19,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from dsp.between import Between, suspects, unrunnable
 from dsp.calls import GlueError, tensor_args
 from dsp.compile_off import CompileOff
-from dsp.core.skeleton import Skeleton
+from dsp.core.skeleton import Fakes, Skeleton
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.choices import Choices
 from dsp.plan.events import Trace
 from dsp.plan.record import Cost
 from dsp.plan.recorder import Recorder
-from dsp.private import FakeTensorMode, any_device, fake_tensor, forget_fakes, schema_of
+from dsp.private import any_device, fake_tensor
 from dsp.sharded import Sharded, laid_out
 from dsp.signature import Bound, Signature, sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import remade, tensors_in
 from dsp.traits import BY_NUMBER, Traits
-
-KEPT = (
-    "got a tensor without data. dsp plans on fake tensors, and the model stored one of them where dsp cannot find it "
-    "again: no attribute, closure, global name or functools cache of the model's own code leads there. Call the bare "
-    "model once before dsp plans it, so that it keeps real tensors"
-)
-
-
-class Fakes(FakeTensorMode):
-    """The fake tensors of one forward; once that is over, every operation on them raises."""
-
-    over = False
-    collective: Callable[[str, Any], None] | None = None  # gets the name and the arguments of each collective
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.over:
-            raise GlueError(f"{schema_of(func).name.partition('::')[2].strip('_')}() {KEPT}")
-        if func.namespace == "c10d" and self.collective is not None:
-            self.collective(func.__name__.partition("_.")[0], args)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
 class Tracer(Between):
@@ -158,8 +138,7 @@ class Rehearsal:
 
     def __exit__(self, *exc: object) -> None:
         if isinstance(self.mode, Fakes):
-            self.mode.over = True
-            forget_fakes()
+            self.mode.end()
 
     def fake(self, t: Tensor) -> Tensor:
         return fake_tensor(self.mode, t, self.kind(t))

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 import dsp.run.scripted  # noqa: F401 (what it lets modes see)
 from dsp.calls import GlueError, replaced, tensor_args
 from dsp.collectives import inexact
+from dsp.core.skeleton import KEPT
 from dsp.layout import At, Cut
 from dsp.moves import Part
 from dsp.pending import ahead
 from dsp.plan.script import key_of_operation
-from dsp.plan.tracing import KEPT
 from dsp.private import FakeTensor, saving_hooks
 from dsp.rules.elementwise import ELEMENTWISE
 from dsp.rules.functions import LOOKS, TELLING

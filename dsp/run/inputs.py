@@ -9,28 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.gradients import connected_local
+from dsp.gradients import connected_local, is_graph_start
 from dsp.layout import At, Axis, Cut, cut_of, cuts_of
 from dsp.moves import ScaleGradient, SplitInput, WholeInput
-from dsp.private import LEAF, PASSING, FakeTensor, is_view, pytree
+from dsp.private import FakeTensor, is_view, pytree
 from dsp.sharded import Sharded, carry
 from dsp.signature import Signature, Slot, got, put
 from dsp.tensors import tensors_in
 
-GIVEN = frozenset({LEAF, "HandedOverBackward"})
 LEAVES = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)})  # the usual arguments
 
 
 def without_data(value: Any) -> bool:
     return any(isinstance(t, FakeTensor) for t in tensors_in(value))
-
-
-def given(x: DTensor) -> bool:
-    """Tell whether a sharded input is a leaf or was handed over, so that its gradient is not averaged over ranks."""
-    node, index = x.grad_fn, x.output_nr
-    while node is not None and node.name() in PASSING:
-        node, index = node.next_functions[index]
-    return node is None or node.name() in GIVEN
 
 
 def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -124,7 +115,7 @@ def with_true_gradients(axis: Axis, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return t
         if not isinstance(t, DTensor):
             return WholeInput.apply(t, axis)
-        if not given(t):  # computed from parameters, whose gradients are averaged over ranks later
+        if not is_graph_start(t):  # computed from parameters, whose gradients are averaged over ranks later
             return t
         cut = cut_of(t.placements[0])
         assert cut is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsp.gradients import covered_exit
 from dsp.layout import At, Axis
-from dsp.notation import NotationError, StagePattern
+from dsp.notation import StagePattern
 from dsp.run.forward import Run
 from dsp.sharded import plain
 from dsp.tensors import map_tensors, tensors_in
@@ -31,13 +31,8 @@ def bring_out(run: Run, output: Any, root: StagePattern | None, gathers: bool) -
             found.append((run.views.move(shard, None), True))
         else:
             found.append((plain(shard), shard.at))
-    if root is not None and root.explicit_output:
-        for pattern, (t, _) in zip(root.outputs, found):
-            if t.ndim != len(pattern.axes):
-                raise NotationError(
-                    f"the model returned shape {tuple(t.shape)}, but the pattern under the key '' of stages says "
-                    f"'{pattern}' after '->': write one name, or one fold, for each axis"
-                )
+    if root is not None:
+        root.refuse_outputs([t.shape for t, _ in found])
     return found
 
 

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dsp.calls import GlueError
+from dsp.core.skeleton import KEPT
 from dsp.gradients import waited
 from dsp.hardware import Hardware
 from dsp.layout import Axis, Cut
@@ -32,7 +34,6 @@ from dsp.plan.operations import Operations
 from dsp.plan.recorder import Recorder
 from dsp.plan.rehearsal import trace
 from dsp.plan.solve import Goal
-from dsp.plan.tracing import KEPT
 from dsp.private import (
     COMPILERS_OWN,
     AsyncCollectiveTensor,
@@ -58,18 +59,17 @@ from dsp.run.inputs import (
     taken_apart,
     without_data,
 )
-from dsp.run.kept import Path, lying, paths_to, refuse_leaves
 from dsp.run.lookup import NUMBERS
 from dsp.run.notes import add_note
 from dsp.run.piecewise import PieceCalls, in_pieces
 from dsp.run.runtime import CallEntry, Runtime, counting_writes
 from dsp.run.traffic_check import PlannedCounts, TrafficCheck
-from dsp.sharded import ACTIVE
+from dsp.sharded import ACTIVE, Sharded
 from dsp.signature import Signature
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
 from dsp.wire import SAME, Wire
-from dsp.world import reached
+from dsp.world import Path, reached, refuse_leaves, search, value_at
 
 log = logging.getLogger("dsp")
 
@@ -165,6 +165,14 @@ def parallelize(
         cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))
         FullRuntime(model, axis, found, root, gather_output, compile, cut).install()
     return model
+
+
+def lying(path: Path, *roots: Any) -> Any:
+    """The layout of the tensor at the end of a path; None if there is no tensor, or it is not sharded."""
+    it = value_at(path, *roots)
+    if isinstance(it, DTensor):
+        return it.shape, it.placements, it.requires_grad
+    return (it.at.shape, it.at.cut, it.requires_grad) if isinstance(it, Sharded) else None
 
 
 def kind_of(model: nn.Module) -> torch.dtype:
@@ -437,7 +445,8 @@ class FullRuntime(Runtime):
             # the forward branches on real data: this call chooses greedily, later calls follow a plan of its record
             log.info("no plan ahead of the run, stages choose greedily: %s: %s", type(error).__name__, error)
             return None
-        more = paths_to(t.left, self.model, args, kwargs) if t.left else []
+        left = {id(x) for x in t.left}
+        more = [path for path, _ in search(lambda it: id(it) in left, self.model, args, kwargs)] if left else []
         self.kept += [path for path in more if path not in self.kept]
         plan = self.solve(t)
         if (idle := plan.idle(1 / 3)) and self.axis.rank == 0 and not self.entries:

@@ -24,11 +24,12 @@ from dsp.run.forward import Run
 from dsp.run.inputs import DeclaredInput, describe, given_cuts, places, split, taken_apart, with_true_gradients
 from dsp.run.lookup import NUMBERS
 from dsp.run.outputs import bring_out, hand_out
-from dsp.run.stage_calls import StageCalls, unpicklable
+from dsp.run.stage_calls import StageCalls
 from dsp.run.whole import GlueOnWholes, active
 from dsp.sharded import ACTIVE
 from dsp.signature import Signature, sizes_of_root
 from dsp.stages import Stage, declared
+from dsp.world import unpicklable
 
 PLANS = 64  # input signatures whose plan is kept
 

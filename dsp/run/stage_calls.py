@@ -34,6 +34,7 @@ from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
 from dsp.stages import Option, Stage
 from dsp.tensors import constants_in, map_tensors, memory, tensors_in, version
+from dsp.world import unpicklable
 
 shape_of = attrgetter("shape")
 
@@ -401,10 +402,3 @@ def nothing(t: Tensor, dim: int, given: Sequence[Given]) -> Tensor:
     own = t.narrow(dim, 0, 0)
     of = next((x.part for x in given if x.local is not x.part and memory(x.local) == memory(t)), None)
     return own if of is None else of.view(own.shape)
-
-
-def unpicklable() -> TypeError:
-    return TypeError(
-        "a parallelized model is tied to its process group and cannot be pickled: save its state_dict(), which is that "
-        "of the bare model, and parallelize where it is loaded"
-    )

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dsp
 from dsp.layout import Axis, Cut
-from dsp.sharded import Sharded, carry
+from dsp.sharded import carry
 from tests.support.beside import exact
+from tests.support.houses import sharded_type
 from tests.support.toys import C, Glued
 
 SHAPE = (2, 5, 6, C)
@@ -87,7 +88,7 @@ def test_it_reads_as_a_dtensor(mesh: DeviceMesh) -> None:
     y = dsp.parallelize(made(glue), mesh)(inputs())
     torch.testing.assert_close(y, whole)
     x = found.pop()
-    assert type(x) is Sharded
+    assert type(x) is sharded_type()
     assert isinstance(x, Tensor)
     assert (x.shape, x.ndim, x.numel(), len(x), x.size(1)) == (SHAPE, 4, before.numel(), 2, 5)
     assert (x.stride(), x.is_contiguous(), x.dtype, x.requires_grad) == (before.stride(), True, torch.float64, True)

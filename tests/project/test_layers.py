@@ -23,10 +23,10 @@ ROOMS = {
         places precision operation names backwards operations stage_cache without_data measuring rehearsal reads
         cost overlap traffic advice make choose""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
-        notes kept traffic_check agreement piecewise recipes follow gradient_hooks functions
+        notes traffic_check agreement piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
-    "core": """meter skeleton record backward carrier keys watch copies offers checkpoints inputs stage_calls recording
-        run hooks placement decide parallel""",
+    "core": """meter skeleton record backward carrier keys watch copies offers checkpoints inputs persistent stage_calls
+        recording run hooks placement decide parallel""",
     "glue": "traffic local sources offers",
     "report": "traffic picture hidden table",
     "check": "report compare modes independence check",

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.run.stage_calls import StageCalls
 from dsp.stages import find_modules
 from tests.support import toys
 from tests.support.beside import averaged, beside, exact, same, unsharded, weighted
+from tests.support.houses import stage_turns
 from tests.support.runs import Heard
 from tests.support.slow import long, slow
 
@@ -744,6 +744,23 @@ class Listed(nn.Module):
         return x + others[0]
 
 
+def test_a_list_that_a_stage_gets_may_hold_what_is_replicated(mesh: DeviceMesh) -> None:
+    single = toys.SpaceTime(lambda m, x: m.time(m.space(x, [x.mean()])), space=Listed())
+    exact(single.double(), mesh, (torch.randn(1, 7, 5, toys.C, dtype=torch.float64),), rounds=2)
+
+
+@pytest.mark.parametrize("inside", ["dict", "list in a dict"])
+def test_a_leaf_in_a_dict_gets_its_true_gradient(mesh: DeviceMesh, inside: str) -> None:
+    def shifted(m: toys.SpaceTime, x: Tensor, biases: dict[str, Any]) -> Tensor:
+        return m.time(m.space(x) + (biases["all"] if inside == "dict" else biases["all"][0]))
+
+    single, x = toys.SpaceTime(shifted).double(), torch.randn(1, 5, 7, toys.C, dtype=torch.float64)
+    leaves = [torch.ones(toys.C, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    for m, leaf in zip((single, dsp.parallelize(copy.deepcopy(single), mesh)), leaves):
+        m(x, {"all": leaf if inside == "dict" else [leaf]}).square().mean().backward()
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad)
+
+
 def test_gradients_of_inputs_are_in_the_plan(mesh: DeviceMesh) -> None:
     kwargs = {k: v.requires_grad_() for k, v in toys.inputs("Grid", 1, 8, 8).items()}
     plan = dsp.plan(toys.make("Grid"), kwargs=kwargs, size=mesh.size(), gather_output=False)
@@ -872,20 +889,12 @@ class MaskedBlock(nn.Module):
 def test_a_recomputation_finds_the_plan_of_stages_that_read_sharded_inputs(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[Any] = []
-    decided = StageCalls.decision
-
-    def decision(self: Any, run: Any, *call: Any) -> Any:
-        made = decided(self, run, *call)
-        found.append(made.node and made.node.index)
-        return made
-
-    monkeypatch.setattr(StageCalls, "decision", decision)
+    turns = stage_turns(monkeypatch)
     model = dsp.parallelize(MaskedBlock(), mesh, gather_output=False)
     x = torch.randn(1, 7, 5, toys.C, requires_grad=True)
     for _ in range(2):
         dsp.mean(model(dsp.split(x, mesh, 1), dsp.split(torch.rand(1, 7, 5), mesh, 1))).backward()
-    assert found == [0, 1] * 4
+    assert turns == [0, 1] * 4
 
 
 def test_reentrant_checkpointing_is_refused(mesh: DeviceMesh) -> None:

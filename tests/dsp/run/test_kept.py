@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from tests.support.houses import persistent_shard, planned, plans
 from tests.support.slow import slow
 
 HEADS, DIM, ROOM = 3, 4, 40
@@ -79,17 +80,20 @@ def test_a_sharded_kv_cache_over_ten_chunks(mesh: DeviceMesh, keep: str, stage: 
     with torch.no_grad():
         expect = rolled(single, x, keep == "object", chunk=1)
         found = rolled(model, x, keep == "object", chunk=1)
+        with dsp.count_comm() as comm:
+            again = rolled(model, x, keep == "object", chunk=1)
+    for y, z in zip(again, found, strict=True):
+        torch.testing.assert_close(y, z, rtol=0, atol=0)
     for y, z in zip(found, expect, strict=True):
         torch.testing.assert_close(y, z)
-    told = [kind.told for kind in model.forward.__self__.entries.values()]
-    assert not any(told), told
-    plans = [kind.plan for kind in model.forward.__self__.entries.values()]
-    assert all(plan is not None and not plan.script.recorded for plan in plans)
+    assert planned(model)
     if keep == "module":
         held = model.one.kept["kv"][0]
         assert held.to_local().shape[2] < HEADS, "it is sharded along heads"
     # of a chunk queries, keys, values and results, in both layers, and the output: nothing of what is kept
-    assert {plan.bytes["forward"] for plan in plans} == {[1024, 1152, 768][mesh.size() - 2]}
+    sent = torch.tensor(sum(comm.forward.bytes.values()))
+    torch.distributed.all_reduce(sent, torch.distributed.ReduceOp.MAX, mesh.get_group())
+    assert sent == 20 * [1024, 1152, 768][mesh.size() - 2]
 
 
 class Recurrent(nn.Module):
@@ -128,16 +132,53 @@ def test_a_recurrent_state_across_calls(mesh: DeviceMesh, detach: bool, reads: b
     for p, q in zip(model.parameters(), single.parameters()):
         torch.distributed.all_reduce(p.grad, group=mesh.get_group())
         torch.testing.assert_close(p.grad / mesh.size(), q.grad)
+    assert reads or planned(model)
 
-    assert all(kind.plan is not None for kind in model.forward.__self__.entries.values())
+
+def test_the_caller_may_compute_with_it(mesh: DeviceMesh) -> None:
+    """Outside of a forward it is a DTensor, and the next call goes on from a DTensor as from its own."""
+    single, x = Recurrent().double(), torch.randn(2, 7, 6).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    for m in (single, model):
+        m.state = None
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(x), single(x))
+            for m in (single, model):
+                m.state = m.state * 0.5 + 1
+            torch.testing.assert_close(dsp.gather(model.state), single.state)
+    assert planned(model)
 
 
-def laid(model: nn.Module, x: Tensor, dim: int) -> Tensor:
-    from dsp.layout import Cut
-    from dsp.sharded import carry
+class Logging(Recurrent):
+    """A list of results that no call reads."""
 
-    axis = model.forward.__self__.axis
-    return carry(axis.narrow(x, Cut(dim)).contiguous(), axis.at(x.shape, Cut(dim)))
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = [*(self.state or ()), self.mix(x)]
+        return self.state[-1].softmax(1)
+
+
+def test_what_no_call_reads_changes_no_plan(mesh: DeviceMesh) -> None:
+    single, x = Logging().double(), torch.randn(2, 7, 6).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    with torch.no_grad():
+        for _ in range(6):
+            torch.testing.assert_close(model(x), single(x))
+    assert len(model.state) == 6
+    assert planned(model)
+    assert plans(model) == 1
+
+
+def test_a_copy_of_the_model_goes_on_by_itself(mesh: DeviceMesh) -> None:
+    single, x = Recurrent().double(), torch.randn(2, 7, 6).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    with torch.no_grad():
+        for m in (single, model):
+            m(x)
+        other, other_single = copy.deepcopy(model), copy.deepcopy(single)
+        for _ in range(2):
+            torch.testing.assert_close(model(x), single(x))
+        torch.testing.assert_close(other(x), other_single(x))
 
 
 def test_it_may_lie_otherwise_in_a_later_call(mesh: DeviceMesh) -> None:
@@ -148,6 +189,6 @@ def test_it_may_lie_otherwise_in_a_later_call(mesh: DeviceMesh) -> None:
         for start in (None, "t", "b", "t", None):
             given = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(1)).double() if start else None
             single.state = given
-            model.state = None if start is None else laid(model, given, "bt".index(start))
+            model.state = None if start is None else persistent_shard(model, given, "bt".index(start))
             for _ in range(2):
                 torch.testing.assert_close(model(x), single(x))

@@ -1,0 +1,84 @@
+"""Facts about a parallel model's plans and tensors, asked in one way of the old house and of the new one."""
+
+from __future__ import annotations
+
+from os import environ
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from dsp.layout import Cut
+
+NEW = environ.get("DSP_HOUSE") == "new"
+
+
+def sharded_type() -> type[Tensor]:
+    """The type of a tensor between stages."""
+    if NEW:
+        from dsp.core.carrier import Carrier
+
+        return Carrier
+    from dsp.sharded import Sharded
+
+    return Sharded
+
+
+def planned(model: nn.Module) -> bool:
+    """Tell whether each call so far followed a plan that was made before it."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    if NEW:
+        return all(r.planned and not r.driver.unplanned for r in runtime.records.values())
+    plans = [entry.plan for entry in runtime.entries.values()]
+    return all(plan is not None and not plan.script.recorded for plan in plans) and not any(
+        entry.told for entry in runtime.entries.values()
+    )
+
+
+def plans(model: nn.Module) -> int:
+    """The number of plans of a model."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    return len(runtime.records if NEW else runtime.entries)
+
+
+def persistent_shard(model: nn.Module, x: Tensor, dim: int) -> Tensor:
+    """A tensor as a call of a parallel model would leave it, sharded along a dim."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    axis, cut = runtime.axis, Cut(dim)
+    local = axis.narrow(x, cut).contiguous()
+    if NEW:
+        from dsp.core.carrier import carry as carry_
+
+        record = next(iter(runtime.records.values()))
+        return carry_(record, local, record.ref(local, x.shape), cut)
+    from dsp.sharded import carry
+
+    return carry(local, axis.at(x.shape, cut))
+
+
+def stage_turns(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The number of the plan's stage call that each call of a stage is, from now on; None for one without a plan."""
+    turns: list[int | None] = []
+    if NEW:
+        from dsp.core.copies import Copies
+
+        bring = Copies.bring
+
+        def brought(self: Any, node: Any, *operands: Any) -> Any:
+            if node.kind == "stage":
+                turns.append([n for n in self.record.nodes if n.kind == "stage"].index(node))
+            return bring(self, node, *operands)
+
+        monkeypatch.setattr(Copies, "bring", brought)
+        return turns
+    from dsp.run.stage_calls import StageCalls
+
+    decide = StageCalls.decision
+
+    def decided(self: Any, *call: Any) -> Any:
+        decision = decide(self, *call)
+        turns.append(decision.node and decision.node.index)
+        return decision
+
+    monkeypatch.setattr(StageCalls, "decision", decided)
+    return turns
