@@ -112,13 +112,13 @@ def part_of(x: Tensor, axis: Axis, cut: Layout) -> tuple[Tensor, Layout]:
     """This rank's part of an input that enters in a cut, and the cut; a DTensor enters as it arrives."""
     asks = x.requires_grad
     if isinstance(x, DTensor):
-        return arrived(x, axis)
+        return dtensor_part(x, axis)
     if cut is not None:
         return (SplitInput.apply(x, axis, cut) if asks else axis.narrow(x, cut)), cut
     return (WholeInput.apply(x, axis) if asks else x), None
 
 
-def arrived(x: DTensor, axis: Axis) -> tuple[Tensor, Cut]:
+def dtensor_part(x: DTensor, axis: Axis) -> tuple[Tensor, Cut]:
     """This rank's part of an input that arrives sharded, and its cut."""
     cut = cut_of(x.placements[0]) if len(x.placements) == 1 else None
     if x.device_mesh != axis.mesh or cut is None:

@@ -15,8 +15,8 @@ from dsp.core.carrier import Carrier, first_carrier, plain
 from dsp.core.decide import decide
 from dsp.core.hooks import order_hooks
 from dsp.core.inputs import Inputs, add_inputs, arrivals, properties, signature_of
-from dsp.core.kept import adopt, layout_at
 from dsp.core.offers import Rules, lay_out
+from dsp.core.persistent import adopt, layout_at
 from dsp.core.record import Node, Record
 from dsp.core.recording import record_forward
 from dsp.core.run import Outside, Runner
@@ -32,6 +32,7 @@ from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
 from dsp.world import Path, refuse_leaves, unpicklable
 
+RECORDS = 64  # signatures of inputs whose record is kept
 # the usual types of arguments: in others objects may hide, or a tensor still on its way
 USUAL = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)})
 
@@ -39,7 +40,8 @@ USUAL = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(No
 class Parallel:
     """A parallel model: its forward, by the record for inputs like these.
 
-    kept: paths of carriers that calls leave for later ones; running: the number of its forwards that run.
+    paths: of carriers that calls left and later ones read; leaving: keys of records that leave others, which nobody is
+    known to read; running: the number of its forwards that run.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class Parallel:
 
     def install(self) -> None:
         """Take the place of the calls of stages."""
-        self.records, self.kept, self.running = dict[Any, Record](), list[Path](), 0
+        self.records, self.paths, self.running = dict[Any, Record](), list[Path](), 0
+        self.leaving = set[Any]()
         for stage in self.stages:
             StageCall(stage, stage.module)
 
@@ -90,7 +93,7 @@ class Parallel:
         key = spec, *map(properties, leaves), self.model.training, torch.is_grad_enabled()
         record = self.record(key, args, kwargs)
         outside: Any = record.driver
-        if record.kept:
+        if record.persistent:
             adopt(record, self.axis, self.model, args, kwargs)
         local_args, local_kwargs = outside.inputs.split(args, kwargs)
         token = share(self.axis) if record.draws else None  # between stages all ranks draw the same numbers
@@ -105,18 +108,33 @@ class Parallel:
                 unshare(token)
 
     def record(self, key: Any, args: Any, kwargs: Any) -> Record:
-        """The record for inputs like these, and for what earlier calls left, made in the first call."""
-        roots = self.model, args, kwargs
-        record = self.records.get((key, *(layout_at(path, *roots) for path in self.kept)))
-        if record is None:
-            record = self.plan(args, kwargs)
-            inputs = Inputs(record, self.axis, self.signature.bind(args, kwargs)[1])
-            record.driver = Outside(Runner(record, self.rules, self.axis), inputs, lambda: self.running > 0)
-            self.records[key, *(layout_at(path, *roots) for path in self.kept)] = record
-        return record
+        """The record for inputs like these, and for what earlier calls left, made in the first call.
 
-    def plan(self, args: Any, kwargs: Any) -> Record:
-        """A planned record; for a forward that reads its data an empty one, which grows as it runs."""
+        Where a forward leaves something, the next one may read it: then that has another record.
+        """
+        roots = self.model, args, kwargs
+        full_key = (key, *(layout_at(path, *roots) for path in self.paths))
+        record = self.records.get(full_key)
+        if record is not None and full_key not in self.leaving:
+            return record
+        self.leaving.discard(full_key)
+        new, left = self.plan(args, kwargs)
+        if record is not None and not new.persistent:
+            return record
+        inputs = Inputs(new, self.axis, self.signature.bind(args, kwargs)[1])
+        new.driver = Outside(Runner(new, self.rules, self.axis), inputs, lambda: self.running > 0)
+        self.paths += [path for path in new.persistent if path not in self.paths]
+        full_key = (key, *(layout_at(path, *roots) for path in self.paths))
+        if not {*left} <= {*self.paths}:
+            self.leaving.add(full_key)
+        if len(self.records) >= RECORDS:
+            del self.records[next(iter(self.records))]
+        self.records[full_key] = new
+        return new
+
+    def plan(self, args: Any, kwargs: Any) -> tuple[Record, list[Path]]:
+        """A planned record, and the paths of what it leaves; of a forward that reads its data an empty one, which grows
+        as it runs."""
         n = self.axis.size
         try:
             record, paths = record_forward(self.model, self.stages, self.root, args, kwargs, n, self.rules)
@@ -127,11 +145,10 @@ class Parallel:
             record.memories = None
             bound = self.signature.bind(args, kwargs)[1]
             add_inputs(record, bound, arrivals(bound))
-            return record
+            return record, []
         lay_out(record)
         decide(record, self.gather)
-        self.kept += [path for path in paths if path not in self.kept]
-        return record
+        return record, paths
 
     def bring_out(self, runner: Runner, out: Any) -> Any:
         """The output of the model: gathered, or as DTensors."""

@@ -70,7 +70,8 @@ class Base:
 
     cuts: those that it may have, with the length that is shared out; batch: those that divide the batch; arrival: of an
     input, the layouts in which it may arrive at no cost; fixed: it is written in place; replicable: it may be
-    replicated without a gather; free: every rank can make it without communication; kept: an earlier call left it.
+    replicated without a gather; free: every rank can make it without communication; persistent: an earlier call
+    left it.
     """
 
     ref: Ref
@@ -80,12 +81,18 @@ class Base:
     fixed: bool = False
     replicable: bool = False
     free: bool = False
-    kept: bool = False
+    persistent: bool = False
 
     def allow(self, cut: Cut, batch: bool = False) -> None:
         if cut not in self.cuts:
             self.cuts[cut] = cut.extent(self.ref.shape[cut.dim])
             self.batch.update([cut] if batch else [])
+
+    def arrive(self, cut: Layout) -> None:
+        """Let this be a tensor that a forward finds in a layout: an input, or what an earlier call left."""
+        if cut is not None:
+            self.allow(cut)
+        self.arrival, self.replicable = (cut,), cut is None
 
     def arrive(self, cut: Layout) -> None:
         """Let this be a tensor that a forward finds in a layout: an input, or what an earlier call left."""
@@ -273,12 +280,12 @@ class Record:
     """The nodes of a forward on `n` ranks, in order. Tensors between stages carry it.
 
     sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
-    patterns: of the inputs that have one; entry: the layout in which each input enters; kept: carriers that earlier
-    calls left, by their paths; by_key: nodes by what identifies them (`dsp.core.keys`); planned: the nodes have
-    decisions, made before the first run; draws: something between stages draws random numbers; sources: functions of
-    nodes without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint; no_sources: keys of
-    calls that are none, because what they make outlives the forward; saved: the tensors that each checkpoint saves in
-    all (infinite: it recomputes all it ran); input_grads: the inputs that get a gradient from the outputs.
+    patterns: of the inputs that have one; entry: the layout in which each input enters; persistent: carriers of earlier
+    calls that it reads, by their paths; by_key: nodes by what identifies them (`dsp.core.keys`); planned: the nodes
+    have decisions, made before the first run; draws: something between stages draws random numbers; sources: functions
+    of nodes without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint; no_sources: keys
+    of calls that are none, because what they make outlives the forward; saved: the tensors that each checkpoint saves
+    in all (infinite: it recomputes all it ran); input_grads: the inputs that get a gradient from the outputs.
     """
 
     driver: Driver
@@ -291,7 +298,7 @@ class Record:
         self.patterns: dict[str, TensorPattern] = {}
         self.outputs: dict[int, Node] = {}
         self.entry: dict[str, Layout] = {}
-        self.kept: dict[Path, Ref] = {}
+        self.persistent: dict[Path, Ref] = {}
         self.by_key: dict[Any, list[Node]] = {}
         self.memories: dict[Any, int] | None = {}  # numbers of memory; None: nobody asks any more
         self.count = 0  # of references
@@ -312,11 +319,11 @@ class Record:
         self.longest = max(self.longest, ref.nbytes)
         return ref
 
-    def new_base(self, ref: Ref, free: bool = False, kept: bool = False) -> Base:
-        """The base of a tensor that is no view. One that is free, or kept, makes no other tensor short."""
-        ref.base = Base(ref, free=free, kept=kept)
+    def new_base(self, ref: Ref, free: bool = False, persistent: bool = False) -> Base:
+        """The base of a tensor that is no view. One that is free, or persistent, makes no other tensor short."""
+        ref.base = Base(ref, free=free, persistent=persistent)
         self.bases.append(ref.base)
-        self.long = self.long if free or kept else max(self.long, ref.nbytes)
+        self.long = self.long if free or persistent else max(self.long, ref.nbytes)
         return ref.base
 
     def add(self, key: Any, node: Node) -> Node:

@@ -16,10 +16,10 @@ from dsp.core.backward import Gradients, Regions
 from dsp.core.carrier import Carrier, claim, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
-from dsp.core.kept import Left, left_in
 from dsp.core.keys import key_part
 from dsp.core.meter import NodeMeter
 from dsp.core.offers import Rules, operands_of, stage_node
+from dsp.core.persistent import PersistentTensors, persistent_tensors
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
@@ -36,19 +36,19 @@ from dsp.world import Path, World
 class Recorder:
     """Leads a forward on tensors without data, all replicated, and adds each node to the record.
 
-    left: tensors in the place of the carriers that earlier calls left.
+    persistent: tensors in the place of the carriers that earlier calls left.
     """
 
     axis: Axis  # of no rank: a forward that asks for it cannot be recorded
 
-    def __init__(self, record: Record, meter: NodeMeter, left: Mapping[Ref, Tensor]) -> None:
-        self.record, self.meter, self.left = record, meter, left
+    def __init__(self, record: Record, meter: NodeMeter, persistent: Mapping[Ref, Tensor]) -> None:
+        self.record, self.meter, self.persistent = record, meter, persistent
         self.regions, self.gradients = Regions(), Gradients()
 
     def full(self, t: Tensor) -> Tensor:
         """The tensor of global shape for which a carrier stands."""
-        if isinstance(t, Carrier) and t.ref in self.left:
-            return self.left[t.ref]
+        if isinstance(t, Carrier) and t.ref in self.persistent:
+            return self.persistent[t.ref]
         return plain(t)
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
@@ -192,19 +192,19 @@ def record_forward(
     args, kwargs = remade((tuple(args), dict(kwargs)), copies.of)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
     record.no_sources |= options.no_sources
-    left = Left(record, copies.full, clone.module, args, kwargs)
+    persistent = PersistentTensors(record, copies.full, clone.module, args, kwargs)
     meter = options.meter(record, clone.module, copies.by_id.values())
-    recorder = record.driver = Recorder(record, meter, left.tensors)
+    recorder = record.driver = Recorder(record, meter, persistent.tensors)
     once(clone.groups, meter.first, meter.again)
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     try:
-        with World(model, *inputs, data=options.data, own=tensors) as world, left.entered(world):
+        with World(model, *inputs, data=options.data, own=tensors) as world, persistent.entered(world):
             call = carried_inputs(record, signature, args, kwargs, sharded)
             hidden = saved_tensors_hooks(lambda t: t, lambda t: t)  # from a checkpoint around the model
             with hidden, CompileOff(), any_device(), copies.mode, meter, watched(record):
                 out = clone.module(*call[0], **call[1])
             note_outputs(recorder, root, out, signature.bind(*call)[1])
-            paths = [path for path, _ in left_in(clone.module, args, kwargs)]
+            paths = [path for path, _ in persistent_tensors(clone.module, args, kwargs)]
             reached = World(clone.module, args, kwargs).seen.values() if record.sources else ()
             outliving = {t.ref for t in reached if isinstance(t, Carrier)}
     finally:

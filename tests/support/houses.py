@@ -35,7 +35,13 @@ def planned(model: nn.Module) -> bool:
     )
 
 
-def left_sharded(model: nn.Module, x: Tensor, dim: int) -> Tensor:
+def plans(model: nn.Module) -> int:
+    """The number of plans of a model."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    return len(runtime.records if NEW else runtime.entries)
+
+
+def persistent_shard(model: nn.Module, x: Tensor, dim: int) -> Tensor:
     """A tensor as a call of a parallel model would leave it, sharded along a dim."""
     runtime: Any = model.forward.__self__  # type: ignore[union-attr]
     axis, cut = runtime.axis, Cut(dim)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.houses import left_sharded, planned
+from tests.support.houses import persistent_shard, planned, plans
 from tests.support.slow import slow
 
 HEADS, DIM, ROOM = 3, 4, 40
@@ -150,6 +150,25 @@ def test_the_caller_may_compute_with_it(mesh: DeviceMesh) -> None:
     assert planned(model)
 
 
+class Logging(Recurrent):
+    """A list of results that no call reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = [*(self.state or ()), self.mix(x)]
+        return self.state[-1].softmax(1)
+
+
+def test_what_no_call_reads_changes_no_plan(mesh: DeviceMesh) -> None:
+    single, x = Logging().double(), torch.randn(2, 7, 6).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    with torch.no_grad():
+        for _ in range(6):
+            torch.testing.assert_close(model(x), single(x))
+    assert len(model.state) == 6
+    assert planned(model)
+    assert plans(model) == 1
+
+
 def test_a_copy_of_the_model_goes_on_by_itself(mesh: DeviceMesh) -> None:
     single, x = Recurrent().double(), torch.randn(2, 7, 6).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
@@ -170,6 +189,6 @@ def test_it_may_lie_otherwise_in_a_later_call(mesh: DeviceMesh) -> None:
         for start in (None, "t", "b", "t", None):
             given = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(1)).double() if start else None
             single.state = given
-            model.state = None if start is None else left_sharded(model, given, "bt".index(start))
+            model.state = None if start is None else persistent_shard(model, given, "bt".index(start))
             for _ in range(2):
                 torch.testing.assert_close(model(x), single(x))
