@@ -94,12 +94,6 @@ class Base:
             self.allow(cut)
         self.arrival, self.replicable = (cut,), cut is None
 
-    def arrive(self, cut: Layout) -> None:
-        """Let this be a tensor that a forward finds in a layout: an input, or what an earlier call left."""
-        if cut is not None:
-            self.allow(cut)
-        self.arrival, self.replicable = (cut,), cut is None
-
 
 class LocalFunction(Protocol):
     """The function of an offer, for one rank and one call."""
