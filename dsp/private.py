@@ -257,6 +257,7 @@ def after_backward(call: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+functions_seen = torch._C._is_torch_function_enabled  # tells whether torch functions are handed to subclasses
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # the active saved-tensor hooks
 
 
@@ -414,6 +415,7 @@ __all__ = [
     "forget_fakes",
     "forward_level",
     "function_of",
+    "functions_seen",
     "get_unwrapped",
     "graph_of",
     "hooks_of",

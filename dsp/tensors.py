@@ -56,9 +56,10 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _addresses(t: Tensor) -> Any:
-    """A numpy array with the addresses of a tensor on any device. Its bytes must not be read."""
+    """A numpy array with the places of a tensor in its storage, as addresses. Its bytes must not be read."""
     with torch._C.DisableTorchFunction():
-        size, address = t.element_size(), t.data_ptr()
+        size = t.element_size()
+        address = 4096 + t.storage_offset() * size
         strides = *(s * size for s in t.stride()), 1
         place = {"shape": (*t.shape, size), "strides": strides, "typestr": "|u1", "data": (address, True), "version": 3}
     return np.asarray(SimpleNamespace(__array_interface__=place))

@@ -7,6 +7,7 @@ that runs a part of it again, in whichever thread, finds the same decisions with
 from __future__ import annotations
 
 import math
+import weakref
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -34,7 +35,9 @@ class Carrier(Tensor):
 
     record: of the forward; ref: this tensor in the record; cut: how it is sharded (None: replicated); base: the carrier
     of which it is a view (None: it is no view); copies: of a base, the same numbers in other layouts, each made once;
-    version: of the base when its copies were made; turns: of nodes with one key, which is next.
+    version: of the base when its copies were made; turns: of nodes with one key, which is next; family, siblings: the
+    tensors that share memory on one device, and of these those that have no element in common; now: the tensor since it
+    was written in another layout (`dsp.core.writes`).
     """
 
     record: Record
@@ -44,6 +47,9 @@ class Carrier(Tensor):
     copies: dict[Layout, Tensor] | None = None
     version: int = 0
     turns: dict[Any, Any] | None = None
+    family: list[weakref.ref[Carrier]] | None = None
+    siblings: Any = None
+    now: Carrier | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +67,10 @@ class Carrier(Tensor):
         if what.name == "detach":  # a checkpoint detaches what it saves, in backward too
             x = args[0]
             with LOCAL():
-                return carry(x.record, plain(x).detach(), x.ref, x.cut)
+                detached = carry(x.record, plain(x).detach(), x.ref, x.cut)
+            link(x, detached)
+            x.ref.detached = True
+            return detached
         if what.decomposition is not None and (out := what.written_out(INLINE, args, kwargs)) is not None:
             return out
         if what.dtype_arg is not None:
@@ -143,11 +152,22 @@ def plain(t: Tensor) -> Tensor:
     if not isinstance(t, Carrier):
         return t
     with torch._C.DisableTorchFunction():
-        return t.as_subclass(Tensor) if type(t) is Carrier else t.view_as(t)
+        if type(t) is Carrier:
+            return t.as_subclass(Tensor)
+        return t.view_as(t) if t.now is None else plain(t.now)
 
 
 def base_of(t: Carrier) -> Carrier:
     return t if t.base is None else t.base
+
+
+def link(source: Carrier, result: Carrier, siblings: Any = None) -> None:
+    """Note that two tensors share memory on one device. siblings: identifies results that have no element in common."""
+    if source.family is None:
+        source.family = [weakref.ref(source)]
+    if result.family is None:
+        result.family, result.siblings = source.family, siblings
+        source.family.append(weakref.ref(result))
 
 
 def copies_of(base: Carrier) -> dict[Layout, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.core.carrier import Carrier, base_of, copies_of, plain
+from dsp.core.carrier import LOCAL, Carrier, base_of, copies_of, plain
 from dsp.core.record import Layout, Node, Record, Ref
 from dsp.layout import Axis, separable
 from dsp.moves import Part, gather_local, switch_all
@@ -54,7 +54,9 @@ class Copies:
             local = plain(base) if src == base.cut else copies[src]
             if src is None:
                 assert dst is not None
-                copies[dst] = self.axis.narrow(local, dst)
+                part = self.axis.narrow(local, dst)
+                given = base.ref in self.record.inputs.values()
+                copies[dst] = part if given else part.clone()  # as a view it would keep the full result alive
             elif dst is None:
                 copies[None] = gather_local(local, src, base.ref.shape, self.axis)
             elif separable(base.ref.shape, src, dst, self.record.n):
@@ -82,7 +84,8 @@ class Copies:
         base, cut = base_of(t), t.ref.base_cut(need)
         if cut is None and need is not None:  # no cut of the base shows the view so
             return self.axis.narrow(self.part(t, None), need)
-        return self.view(t.ref, cut, plain(base) if cut == base.cut else copies_of(base)[cut])
+        local = self.view(t.ref, cut, plain(base) if cut == base.cut else copies_of(base)[cut])
+        return local if t is base or has_gradient(t) else local.detach()
 
     def view(self, ref: Ref, cut: Layout, local: Tensor) -> Tensor:
         """The part of a view, taken from the base's part in this cut."""
@@ -91,6 +94,12 @@ class Copies:
         parent = ref.maker.operands[0]
         assert isinstance(parent, Ref)
         return self.record.rules.view(ref.maker, self.axis, parent.cut_under(cut), self.view(parent, cut, local))
+
+
+def has_gradient(t: Tensor) -> bool:
+    """Tell whether autograd made a tensor: a view that was made without gradient has none in another layout either."""
+    with LOCAL():
+        return t.grad_fn is not None
 
 
 def differentiable(*bases: Carrier) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -35,26 +35,63 @@ def decide(
     gather: outputs are gathered; memory: bytes that a rank may hold, of which `resident` are always taken; batch: it
     may be sharded to save bytes; say: gets progress. Raises `dsp.planner.Infeasible` if nothing fits in the memory.
     """
-    number = {v: i for i, v in enumerate(record.bases)}
     nodes = [node for node in record.nodes if not (node.view or node.identity)]
     names = names_of(record, nodes)
-    values = tuple(extents(names[v], v, record.n) for v in record.bases)
+    versions = Versions(record.bases)
     ops = []
     for node in nodes:
         if node.kind == "output":
             node.offers = output_offers(node, gather)
-        outputs = [] if node.in_place else [number[r.base] for r in node.results]
-        choices = [choice(node, offer, k, len(outputs)) for k, offer in enumerate(node.offers)]
-        op = Op(node.name, tuple(number[v] for v in node.bases), tuple(outputs), tuple(choices))
-        ops.append(op if node.cost is FREE else priced(op, node, values, record.n, memory))
+        choices = [choice(node, offer, k) for k, offer in enumerate(node.offers)]
+        ops.append(Op(node.name, *versions.of(node), tuple(choices)))
+    values = tuple(versions.extents(names, record.n))
+    ops = [op if node.cost is FREE else priced(op, node, values, record.n, memory) for op, node in zip(ops, nodes)]
     problem = Problem(values, tuple(ops), record.n, memory, resident)
     problem, solution = without_batch(problem, [node.kind == "stage" for node in nodes], batch, say)
     choices = [op.choices[k] for op, k in zip(problem.ops, solution.choices)]
     for node, pick in zip(nodes, choices):
         node.offer = node.offers[pick.execution]
-    place(record, nodes, problem.ops, choices, solution)
+    place(record, nodes, problem, versions.bases, choices, solution)
     record.planned = True
     return Decision(problem, solution, nodes, choices)
+
+
+class Versions:
+    """The planner's values: the bases of a record, and each again after every write in place.
+
+    A copy that was made before a write is no copy of what comes after it; so that is another value.
+    """
+
+    def __init__(self, bases: Sequence[Base]) -> None:
+        self.bases = [*bases]
+        self.latest = {v: i for i, v in enumerate(bases)}
+
+    def of(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The values that a node reads, and those that it makes: its results, then what it writes into."""
+        inputs = tuple(self.latest[v] for v in node.bases)
+        outputs = [self.latest[r.base] for r in node.results]
+        for v in written_bases(node):
+            self.latest[v] = len(self.bases)
+            self.bases.append(v)
+        return inputs, (*outputs, *(self.latest[v] for v in written_bases(node)))
+
+    def extents(self, names: dict[Base, str], n: int) -> Iterator[Extents]:
+        """The values as the planner reads them; after the last write one may be moved."""
+        for i, v in enumerate(self.bases):
+            last = i == self.latest[v] and any(v is other for other in self.bases[:i])
+            yield replace(
+                extents(names[v], v, n), fixed=v.fixed and not last, home=home_of(v) if i < len(self.latest) else ()
+            )
+
+
+def home_of(v: Base) -> tuple[Layout, ...]:
+    """The layouts in which a base may arrive: of a replicated input, each of its cuts, too."""
+    return (*v.arrival, *v.cuts) if None in v.arrival else v.arrival
+
+
+def written_bases(node: Node) -> list[Base]:
+    """The bases that a node writes into, without repeats."""
+    return list(dict.fromkeys(t.base for i in node.writes if isinstance(t := node.operands[i], Ref)))
 
 
 def names_of(record: Record, nodes: Sequence[Node]) -> dict[Base, str]:
@@ -103,10 +140,12 @@ def extents(name: str, v: Base, n: int) -> Extents:
     )  # fmt: skip
 
 
-def choice(node: Node, o: Offer, k: int, results: int) -> Choice:
+def choice(node: Node, o: Offer, k: int) -> Choice:
     """An offer as the planner reads it: by values, in the cuts of their bases."""
     layouts = base_layouts(node, o)
-    return Choice(layouts, o.gives[:results], bytes=o.nbytes, calls=o.calls, rank=int(o.last_resort), execution=k)
+    into = written_bases(node)
+    gives = *o.gives[: len(node.results)], *(layouts[node.bases.index(v)] for v in into)
+    return Choice(layouts, gives, bytes=o.nbytes, calls=o.calls, rank=int(o.last_resort), execution=k)
 
 
 def base_layouts(node: Node, o: Offer) -> tuple[Layout, ...]:

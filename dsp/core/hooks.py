@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dsp.core.carrier import Carrier, carry, plain
-from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
+from dsp.private import backward_hooks_of, compiled_call, hooks_of, pytree, set_compiled_call
 
 
 def unwrap(value: Any) -> tuple[Any, list[Any]]:
@@ -52,8 +52,30 @@ class HookedCall:
         return out
 
 
-def order_hooks(modules: Iterable[nn.Module]) -> None:
-    """Let hooks on modules between stages see parts; they may have been registered since the last forward."""
-    for module in modules:
+class LookOnly:
+    """A hook on a module's backward: it sees this rank's part of gradients, and must not replace them."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, *gradients: Any) -> None:
+        if self.hook(module, *gradients) is not None:
+            raise RuntimeError(
+                f"a backward hook on {type(module).__name__} returned gradients: expected None. The hook gets this "
+                "rank's part of gradients, multiplied by the number of ranks. To change a gradient, call "
+                "y.register_hook(hook) in the forward, on a tensor between stages: that hook gets the gradient of a "
+                "single process"
+            )
+
+
+def order_hooks(between: Iterable[nn.Module], staged: Iterable[nn.Module]) -> None:
+    """Let hooks on modules between stages see parts, and hooks on the backward of these and of stages change nothing;
+    they may have been registered since the last forward."""
+    for module in between:
         if any(hooks_of(module)) and not isinstance(compiled_call(module), HookedCall):
             HookedCall(module)
+    for module in (*between, *staged):
+        for hooks in backward_hooks_of(module):
+            for key, hook in hooks.items() if hooks else ():
+                if not isinstance(hook, LookOnly):
+                    hooks[key] = LookOnly(hook)

@@ -26,6 +26,7 @@ from dsp.core.record import (
     replicated,
 )
 from dsp.core.watch import Watch
+from dsp.core.writes import fix_written
 from dsp.layout import Axis
 from dsp.notation import BATCH_NAMES, TensorPattern
 from dsp.planner import MOVES
@@ -90,6 +91,7 @@ def lay_out(record: Record) -> None:
                 ref.base, ref.maker = source.base, node
             else:
                 add_base(record, node, ref, k)
+    fix_written(record)
 
 
 def add_base(record: Record, node: Node, ref: Ref, k: int) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting
 from torch.distributed.tensor import DTensor
 
+import dsp.core.gradient_hooks  # noqa: F401 (hooks on carriers)
 from dsp.calls import GlueError
+from dsp.compile_off import CompileOff
 from dsp.core.carrier import Carrier, first_carrier, plain
 from dsp.core.decide import decide
 from dsp.core.hooks import order_hooks
@@ -20,12 +23,13 @@ from dsp.core.persistent import adopt, layout_at
 from dsp.core.record import Node, Record
 from dsp.core.recording import record_forward
 from dsp.core.run import Outside, Runner
-from dsp.core.stage_calls import StageCall
+from dsp.core.stage_calls import UNCHANGED, StageCall, keep_compiled
+from dsp.core.unseen import refuse_functions
 from dsp.core.watch import watched
 from dsp.gradients import covered_exit, waited
 from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
-from dsp.private import AsyncCollectiveTensor, pytree
+from dsp.private import AsyncCollectiveTensor, compiler_loaded, forward_level, maybe_current_level, pytree
 from dsp.randomness import share, unshare
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage
@@ -59,8 +63,8 @@ class Parallel:
         """Take the place of the calls of stages."""
         self.records, self.paths, self.running = dict[Any, Record](), list[Path](), 0
         self.leaving = set[Any]()
-        for stage in self.stages:
-            StageCall(stage, stage.module)
+        self.stage_calls = [StageCall(stage, stage.module) for stage in self.stages]
+        self.staged = [stage.module for stage in self.stages]
 
     @cached_property
     def between(self) -> list[nn.Module]:
@@ -83,7 +87,10 @@ class Parallel:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if first_carrier((*args, *kwargs.values())) is not None:  # inside another parallel model
             return self.forward(*args, **kwargs)
-        order_hooks(self.between)
+        order_hooks(self.between, self.staged)
+        if compiler_loaded():
+            keep_compiled(self.model, self.stage_calls, self.between)
+        refuse_transformed(self.model)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not USUAL.issuperset(map(type, leaves)):
             refuse_leaves(leaves)
@@ -99,7 +106,7 @@ class Parallel:
         token = share(self.axis) if record.draws else None  # between stages all ranks draw the same numbers
         record.driver, self.running = outside.runner, self.running + 1
         try:
-            with watched(record):
+            with watched(record), CompileOff() if record.compiled else UNCHANGED:
                 out = self.forward(*local_args, **local_kwargs)
             return self.bring_out(outside.runner, out)
         finally:
@@ -142,7 +149,7 @@ class Parallel:
             raise
         except Exception:  # the forward reads its data, or calls what cannot run without
             record = Record(n, sizes_of_root(self.model, self.root, args, kwargs), self.rules)
-            record.memories = None
+            record.memories, record.compiled = None, compiler_loaded()
             bound = self.signature.bind(args, kwargs)[1]
             add_inputs(record, bound, arrivals(bound))
             return record, []
@@ -153,8 +160,10 @@ class Parallel:
     def bring_out(self, runner: Runner, out: Any) -> Any:
         """The output of the model: gathered, or as DTensors."""
         record = runner.record
-        if not record.planned and self.root is not None:
-            self.root.refuse_outputs([t.shape for t in tensors_in(out)])
+        if not record.planned:
+            refuse_functions(tensors_in(out))
+            if self.root is not None:
+                self.root.refuse_outputs([t.shape for t in tensors_in(out)])
         tensors: list[Any] = []
         for k, t in enumerate(tensors_in(out)):
             if not isinstance(t, Carrier):
@@ -168,3 +177,14 @@ class Parallel:
             else:
                 tensors.append(plain(t))
         return map_tensors(out, tensors)
+
+
+def refuse_transformed(model: nn.Module) -> None:
+    """Raise RuntimeError where the model runs under a transform that leaves out the collectives of its ranks."""
+    forward_mode = forward_level(torch.autograd.forward_ad) >= 0
+    if maybe_current_level() is not None or forward_mode or torch.jit.is_tracing() or is_exporting():
+        raise RuntimeError(
+            f"a parallelized {type(model).__name__} cannot run under torch.vmap, torch.func, forward-mode AD, "
+            "torch.jit.trace or torch.export: the collectives of its ranks would be missing. Call it as it is; for "
+            "gradients use backward or torch.autograd.grad"
+        )

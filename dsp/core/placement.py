@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsp.core.record import Layout, Node, Record, Relayout
-from dsp.planner import Choice, Move, Op, Solution, fuses
+from dsp.core.record import Base, Layout, Node, Record, Relayout
+from dsp.planner import Choice, Move, Op, Problem, Solution, fuses
 
 
-def place(record: Record, nodes: list[Node], ops: Sequence[Op], picks: Sequence[Choice], solution: Solution) -> None:
-    """Write the moves of a solution on the nodes.
+def place(
+    record: Record, nodes: list[Node], problem: Problem, bases: Sequence[Base], picks: Sequence[Choice],
+    solution: Solution,
+) -> None:  # fmt: skip
+    """Write the moves of a solution on the nodes; bases: of each of the problem's values.
 
     A value that nothing reads as it was made is switched by its maker, at the earliest place; other moves are made
     before the use. Operands that enter one node together move there, in one call.
     """
-    used: dict[int, set[Layout]] = {}
+    ops, used = problem.ops, dict[int, set[Layout]]()
     for op, pick in zip(ops, picks):
         for v, cut in zip(op.inputs, pick.needs):
             used.setdefault(v, set()).add(cut)
     settled = sources_in_place(nodes, ops, used)
     entry: dict[int, Layout] = {}
-    number = {v: i for i, v in enumerate(record.bases)}
+    number = {v: i for i, v in reversed([*enumerate(bases)])}
     for param, ref in record.inputs.items():
         v = number[ref.base]
         cuts = used.get(v, set()) if ref.base.arrival == (None,) else {*ref.base.arrival}
@@ -29,14 +32,17 @@ def place(record: Record, nodes: list[Node], ops: Sequence[Op], picks: Sequence[
     for m in solution.moves:
         if m.value not in settled and (m.kind != "split" or m.dst != entry.get(m.value)):
             moves.setdefault(m.value, []).append(m)
-    push = pushes(record, ops, picks, moves, used)
-    fuse_at_use(record, nodes, ops, solution, push)
+    push = pushes(problem, picks, moves, used)
+    for node, op in zip(nodes, ops):  # a write in place makes nothing that could be switched
+        for v in op.outputs[len(node.results) :]:
+            push.pop(v, None)
+    fuse_at_use(record.n, nodes, problem, bases, solution, push)
     for v, copies in moves.items():
         for m in copies:
             if push.get(v, "") != m.dst:
-                nodes[m.before].moves.append(Relayout(record.bases[v], m.src, m.dst))
+                nodes[m.before].moves.append(Relayout(bases[v], m.src, m.dst))
     for node, op in zip(nodes, ops):
-        node.push = [push.get(v) for v in op.outputs]
+        node.push = [push.get(v) for v in op.outputs[: len(node.results)]]
 
 
 def sources_in_place(nodes: list[Node], ops: Sequence[Op], used: dict[int, set[Layout]]) -> set[int]:
@@ -53,14 +59,13 @@ def sources_in_place(nodes: list[Node], ops: Sequence[Op], used: dict[int, set[L
 
 
 def pushes(
-    record: Record, ops: Sequence[Op], picks: Sequence[Choice], moves: dict[int, list[Move]],
-    used: dict[int, set[Layout]],
-) -> dict[int, Layout]:  # fmt: skip
+    problem: Problem, picks: Sequence[Choice], moves: dict[int, list[Move]], used: dict[int, set[Layout]]
+) -> dict[int, Layout]:
     """By value, the layout to which its maker switches it."""
-    gives = {v: cut for op, pick in zip(ops, picks) for v, cut in zip(op.outputs, pick.gives)}
+    gives = {v: cut for op, pick in zip(problem.ops, picks) for v, cut in zip(op.outputs, pick.gives)}
     push: dict[int, Layout] = {}
     for v, (first, *rest) in moves.items():
-        if v not in gives or first.kind != "switch" or record.bases[v].fixed:
+        if v not in gives or first.kind != "switch" or problem.values[v].fixed:
             continue
         if gives[v] not in used.get(v, set()) and all(m.src != gives[v] for m in rest):
             push[v] = first.dst
@@ -68,19 +73,19 @@ def pushes(
 
 
 def fuse_at_use(
-    record: Record, nodes: list[Node], ops: Sequence[Op], solution: Solution, push: dict[int, Layout]
+    n: int, nodes: list[Node], problem: Problem, bases: Sequence[Base], solution: Solution, push: dict[int, Layout]
 ) -> None:
     """Take moves of operands that enter one node together from their makers: before that node they share a call.
 
     Not in an activation checkpoint, which would repeat it; nor if all have one maker, where they share one.
     """
     uses: dict[int, list[int]] = {}
-    for k, op in enumerate(ops):
+    for k, op in enumerate(problem.ops):
         for v in op.inputs:
             uses.setdefault(v, []).append(k)
     entering: dict[int, list[Move]] = {}
     for m in solution.moves:
-        if m.kind == "switch" and fuses(record.bases[m.value].ref.nbytes, record.n):
+        if m.kind == "switch" and fuses(bases[m.value].ref.nbytes, n):
             entering.setdefault(m.before, []).append(m)
     for k, moves in entering.items():
         pushed = [m for m in moves if push.get(m.value, "") == m.dst]

@@ -39,8 +39,10 @@ class Ref(Operand):
     dtype: torch.dtype = torch.float32
     memory: int = -1
     requires_grad: bool = False
+    gradient: Ref | None = None
     base: Base = None  # type: ignore[assignment]  # the offers pass sets it
     maker: Node | None = None
+    detached: bool = False
     view_cuts: dict[Cut, Layout] = field(default_factory=dict)  # by cut of the base
 
     @property
@@ -219,7 +221,9 @@ class Node:
     first; operand_grads, result_grads: through it these get a gradient from the outputs; draws: random numbers; cost,
     line, module: what it costs, the line of the user's code, and the path of the module that runs it, where they were
     measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for each result, the
-    layout to which it is switched as soon as it is made (None: none).
+    layout to which it is switched as soon as it is made (None: none); writes: the operands that it writes into; kin:
+    the results that share memory with others on one device (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell;
+    loose: it copies only if it must; constants: of a stage, the numbers that it returned beside tensors.
     """
 
     kind: str
@@ -243,6 +247,11 @@ class Node:
     offer: Offer | None = None
     moves: list[Relayout] = field(default_factory=list)
     push: list[Layout] = field(default_factory=list)
+    writes: tuple[int, ...] = ()
+    kin: tuple[tuple[int, int], ...] = ()
+    kin_unknown: bool = False
+    loose: bool = False
+    constants: list[Any] | None = None
 
     @property
     def refs(self) -> list[Ref]:
@@ -298,7 +307,7 @@ class Record:
         self.count = 0  # of references
         self.longest = 0  # bytes of the longest tensor
         self.long = 0  # bytes of the longest base so far, but for free ones
-        self.planned = self.draws = self.sources_recompute = False
+        self.planned = self.draws = self.sources_recompute = self.compiled = False
         self.sources: set[Any] = set()
         self.no_sources: set[Any] = set()
         self.saved: list[float] = []

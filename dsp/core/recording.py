@@ -23,13 +23,16 @@ from dsp.core.persistent import PersistentTensors, persistent_tensors
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
-from dsp.core.watch import refuse_transforms, watched
+from dsp.core.unseen import SeenOnly, refuse_functions
+from dsp.core.watch import refuse, watched
+from dsp.core.writes import kin_of, written_operands
 from dsp.layout import Axis
 from dsp.notation import StagePattern
-from dsp.private import any_device, fake_tensor, forget_fakes
+from dsp.private import FLEX, any_device, compiled_callers, fake_tensor, forget_fakes, wraps_compiled
+from dsp.rules.functions import DENSE
 from dsp.signature import Bound, sizes_of_root
 from dsp.stages import Stage
-from dsp.tensors import edge, map_tensors, remade, tensors_in
+from dsp.tensors import constants_in, edge, map_tensors, remade, tensors_in, version
 from dsp.world import Path, World
 
 
@@ -52,32 +55,36 @@ class Recorder:
         return plain(t)
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
-        refuse_transforms(args, kwargs)
+        refuse(what, args, kwargs)
+        refuse_functions(tensor_args(args, kwargs))
+        writes = written_operands(func, what, args, kwargs)
         before, tensors = self.regions.saved(), [*map(self.full, tensor_args(args, kwargs))]
         self.meter.start()
         args_, kwargs_ = replaced(args, kwargs, iter(tensors))
-        return self.note(func, what, args, kwargs, func(*args_, **kwargs_), tensors, before)
+        return self.note(func, what, args, kwargs, func(*args_, **kwargs_), tensors, before, writes)
 
     def note(
         self, func: Any, what: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor] = (),
-        before: Sequence[tuple[int, int]] = (),
+        before: Sequence[tuple[int, int]] = (), writes: tuple[int, ...] = (),
     ) -> Any:  # fmt: skip
-        """Add the node of an operation that returned `out`, from these tensors."""
+        """Add the node of an operation that returned `out`, from these tensors; writes: those that it wrote into."""
         record = self.record
+        record.compiled |= any(getattr(f, "__module__", "") != FLEX for f in compiled_callers())
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)
         node = Node(
-            "operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))), in_place=what.in_place
-        )
+            "operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))), in_place=what.in_place,
+            writes=writes, loose=what.name in DENSE,
+        )  # fmt: skip
         self.meter.finish(node)
         results = tensors_in(out)
-        node.identity = len(results) == 1 and any(results[0] is plain(t) for t in operands[:1]) and not what.in_place
+        node.identity = len(results) == 1 and any(out is t for t in tensors[:1]) and not writes
         record.add((func, key_part(args, False), key_part(kwargs, False)), node)
         node.regions = self.regions.places(before)
         self.gradients.note(node, tensors, results)
         if node.identity or what.in_place:
             return out if out is None else operands[0]
-        node.results = [*map(record.ref, results)]
+        node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
         return self.carried(node, out)
 
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -87,14 +94,18 @@ class Recorder:
         nested = [t for t, _ in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
         tensors = [*map(self.full, carried)]
         args, kwargs = map_tensors((args, kwargs), tensors)
+        operands, read = [b.tensor for b in bound], dict(zip(map(id, carried), tensors))
+        refuse_functions(operands)
+        versions = [*map(version, operands)]
         self.meter.start()
         out = call(*args, **kwargs)
         self.meter.finish(node)
-        node.results = [*map(record.ref, tensors_in(out))]
-        record.add((stage.name, tuple(key_part(b.tensor, False) for b in bound)), node)
+        results, node.constants = tensors_in(out), constants_in(out)
+        node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
+        node.writes = tuple(i for i, t in enumerate(operands) if version(t) != versions[i])
+        record.add((stage.name, tuple(key_part(t, False) for t in operands)), node)
         node.regions = self.regions.places(before)
-        read = dict(zip(map(id, carried), tensors))
-        self.gradients.note(node, [read[id(t)] for t in (*(b.tensor for b in bound), *nested)], tensors_in(out))
+        self.gradients.note(node, [read[id(t)] for t in (*operands, *nested)], results)
         return self.carried(node, out)
 
     def carried(self, node: Node, out: Any) -> Any:
@@ -155,7 +166,10 @@ class Doubles:
 
 
 class ModelCopy:
-    """A copy of a model on which its forward is recorded; groups: equal stages, of which equal calls run once."""
+    """A copy of a model on which its forward is recorded.
+
+    groups: equal stages, of which equal calls run once; staged: the ids of modules that are stages or inside stages.
+    """
 
     def __init__(self, model: nn.Module, stages: list[Stage], copies: Doubles) -> None:
         modules = [stage.module for stage in stages]
@@ -163,8 +177,8 @@ class ModelCopy:
         equal = copies.options.equal and not copies.options.data
         once_each = equal and not any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         groups = alike(modules) if once_each else []
-        staged = {id(m) for module in modules for m in module.modules()}
-        skeleton = Skeleton(copies.of, {id(m): group[0] for group in groups for m in group[1:]}, staged)
+        self.staged = {id(m) for module in modules for m in module.modules()}
+        skeleton = Skeleton(copies.of, {id(m): group[0] for group in groups for m in group[1:]}, self.staged)
         self.module = skeleton.of(model)
         for stage in stages:
             StageCall(stage, skeleton.memo[id(stage.module)])
@@ -201,8 +215,9 @@ def record_forward(
         with World(model, *inputs, data=options.data, own=tensors) as world, persistent.entered(world):
             call = carried_inputs(record, signature, args, kwargs, sharded)
             hidden = saved_tensors_hooks(lambda t: t, lambda t: t)  # from a checkpoint around the model
-            with hidden, CompileOff(), any_device(), copies.mode, meter, watched(record):
+            with hidden, CompileOff(), any_device(), copies.mode, meter, SeenOnly(), watched(record):
                 out = clone.module(*call[0], **call[1])
+            refuse_functions(tensors_in(out))
             note_outputs(recorder, root, out, signature.bind(*call)[1])
             paths = [path for path, _ in persistent_tensors(clone.module, args, kwargs)]
             reached = World(clone.module, args, kwargs).seen.values() if record.sources else ()
@@ -217,6 +232,7 @@ def record_forward(
     meter.start()
     record.draws = meter.between or any(node.draws for node in record.nodes if node.kind == "operation")
     record.memories = None
+    record.compiled |= any(wraps_compiled(m) for m in model.modules() if id(m) not in clone.staged)
     return record, paths
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.calls import GlueError, replaced, tensor_args
+from dsp.calls import replaced, tensor_args
 from dsp.core.carrier import LOCAL, Carrier, base_of, carry, claim, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies
@@ -24,15 +24,18 @@ from dsp.core.inputs import Inputs
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, key_part
 from dsp.core.offers import Rules, operands_of, stage_node, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, global_shape, replicated
-from dsp.core.watch import refuse_transforms
+from dsp.core.unseen import refuse_functions
+from dsp.core.watch import refuse
+from dsp.core.writes import kin_on_meta, note_writes, own_memory, refuse_write, relate, written_operands, wrote
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
 from dsp.notation import NotationError
 from dsp.private import backward_pass, saving_hooks
 from dsp.randomness import forked
+from dsp.rules.functions import DENSE
 from dsp.sharded import as_dtensor
 from dsp.stages import Stage, cut_for
-from dsp.tensors import map_tensors, memory, tensors_in
+from dsp.tensors import constants_in, map_tensors, tensors_in, version
 
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error
 
@@ -61,25 +64,40 @@ class Runner:
             with LOCAL():
                 out = func(*args, **kwargs)
         else:
-            parts = self.copies.bring(node, tensor_args(args, kwargs), offer.needs)
+            operands = tensor_args(args, kwargs)
+            parts = self.copies.bring(node, operands, offer.needs)
+            versions = [version(parts[i]) for i in node.writes]
             if local is not None:
                 out = local(parts)
             else:
                 args_, kwargs_ = replaced(args, kwargs, iter(parts))
                 out = func(*args_, **kwargs_)
+            if node.writes:
+                note_writes(self.axis, node, offer, operands, parts, versions, out)
+            elif node.loose:
+                out = own_memory(node, out, parts)
         if node.in_place:
             return out if out is None else args[0]
-        return self.give(node, offer, out, args[0] if node.view else None)
+        result = self.give(node, offer, out, args[0] if node.view else None)
+        if node.kin:
+            relate(node, tensor_args(args, kwargs), tensors_in(result))
+        return result
 
     def ready(self, key: Any, at: int | None, func: Any, what: Any, args: Any, kwargs: Any, first: Any) -> Ready:
         """A node made ready for operands in these layouts; it is noted if it is new."""
         operands = tensor_args(args, kwargs)
+        refuse_functions(operands)
         shared = func, key_part(args, False), key_part(kwargs, False)
         node, at = self.prepared.node(shared, first or first_of(args, kwargs), at)
         if node is None:
-            refuse_transforms(args, kwargs)
+            refuse(what, args, kwargs)
             refs = operands_of(operands)
-            node = Node("operation", what.name, refs, in_place=what.in_place)
+            node = Node("operation", what.name, refs, in_place=what.in_place, loose=what.name in DENSE)
+            node.writes, kin = (
+                written_operands(func, what, args, kwargs),
+                kin_on_meta(self.axis, what.name, func, args, kwargs),
+            )
+            node.kin, node.kin_unknown = ((0, 0),) if kin is None else kin, kin is None
             node.call = Operation(func, *replaced(args, kwargs, iter(refs)))
             node.offers = self.rules.of(self.record, node)
             self.add(shared, node, operands)
@@ -87,11 +105,16 @@ class Runner:
         if node.view:  # in the layout of its base
             offer = next((o for o in node.offers if o.needs[0] == operands[0].cut), None)  # type: ignore[attr-defined]
         offer = offer or replicated(node, len(node.results))
-        if node.in_place and operands and isinstance(operands[0], Carrier):
-            refuse_copy(node, offer, operands[0])
+        for i in node.writes:
+            refuse_write(self.record, f"{node.name}() between stages", operands[i], offer.needs[i])
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
         there = all(t.cut == need if isinstance(t, Carrier) else need is None for t, need in zip(operands, offer.needs))
-        return self.prepared.put(key, shared, at, Ready(node, offer, local, there and local is None and not node.moves))
+        return self.prepared.put(
+            key,
+            shared,
+            at,
+            Ready(node, offer, local, there and local is None and not (node.moves or node.writes or node.loose)),
+        )
 
     def add(self, key: Any, node: Node, operands: Sequence[Tensor]) -> None:
         node.offer = least(node, operands)
@@ -122,7 +145,9 @@ class Runner:
         sizes = offer.sizes or (None,) * len(tensors)
         for t, cut, size in zip(tensors, offer.gives, sizes):
             ref = self.record.ref(t, global_shape(t.shape, cut, size))
-            self.record.new_base(ref)
+            base = self.record.new_base(ref)
+            if cut is not None:
+                base.allow(cut)
             node.results.append(ref)
 
     # --- a stage ---
@@ -135,9 +160,10 @@ class Runner:
         node, offer, local, _, slots, nested = ready or self.ready_stage(key, at, stage, call, args, kwargs)
         operands = [args[slot] if type(slot) is int else kwargs[slot] for slot in slots]
         parts = self.copies.bring(node, operands, offer.needs)
-        held = self.held(offer)
+        held, brought = self.held(offer), parts
         if not held:
             parts = [with_dummy(t, cut) for t, cut in zip(parts, offer.needs)]
+        versions = [*map(version, parts)]
         args, kwargs = list(args), dict(kwargs)
         for slot, part in zip(slots, parts):
             (args if type(slot) is int else kwargs)[slot] = part
@@ -145,6 +171,19 @@ class Runner:
             args, kwargs = map_tensors((args, kwargs), map(plain, tensors_in((args, kwargs))))
         with forked(self.axis) if node.draws and sharded(offer) else nullcontext():
             out = (local or call)(*args, **kwargs)
+        for i, before in enumerate(versions):
+            if version(parts[i]) != before:
+                refuse_write(self.record, stage.where, operands[i], offer.needs[i])
+                wrote(self.axis, stage.where, operands[i], brought[i], offer.needs[i])
+        offer, results = self.local_results(stage, node, offer, held, out)
+        self.refuse_sizes(stage, node, offer, results, out)
+        result = self.give(node, offer, map_tensors(out, results), None)
+        if node.kin:
+            relate(node, operands, tensors_in(result))
+        return result
+
+    def local_results(self, stage: Stage, node: Node, offer: Offer, held: int, out: Any) -> tuple[Offer, list[Tensor]]:
+        """The results of a stage on this rank's part, without a dummy row, and the offer that says their cuts."""
         results = [plain(t) for t in tensors_in(out)]
         if offer.option.onto:  # type: ignore[union-attr]  # a sum over ranks
             sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
@@ -153,6 +192,11 @@ class Runner:
             offer = self.add_stage_results(stage, node, results, held)
         if not held and not offer.option.onto:  # type: ignore[union-attr]
             results = [t.narrow(cut.dim, 0, 0) for t, cut in zip(results, offer.gives)]  # type: ignore[union-attr]
+        return offer, results
+
+    def refuse_sizes(self, stage: Stage, node: Node, offer: Offer, results: Sequence[Tensor], out: Any) -> None:
+        """Raise NotationError for a result on this rank's part of another shape than the pattern says, or for numbers
+        that differ from those on full tensors."""
         for t, r, cut in zip(results, node.results, offer.gives):
             expected = r.shape if cut is None else self.axis.local_shape(r.shape, cut)
             if tuple(t.shape) != tuple(expected):
@@ -160,7 +204,13 @@ class Runner:
                     f"{stage.where} returned the shape {tuple(t.shape)} on this rank's part, where its pattern "
                     f"'{stage.pattern.text}' says {tuple(expected)}: it is not independent along the sharded dim"
                 )
-        return self.give(node, offer, map_tensors(out, results), None)
+        if type(out) is not Tensor and node.constants is not None and (numbers := constants_in(out)) != node.constants:
+            name = offer.option.name  # type: ignore[union-attr]
+            raise NotationError(
+                f"{stage.where} returned {numbers} on a part along {name!r}: expected {node.constants}, as on the full "
+                f"tensor. It returns a number that depends on the length of {name!r}. Put [{name}] in brackets, or "
+                "make stages of its submodules instead"
+            )
 
     def held(self, offer: Offer) -> int:
         """The length of the sharded dim that this rank has, or 1."""
@@ -184,7 +234,9 @@ class Runner:
                 cut = cut_for(p, shape, option.lands, full)  # type: ignore[arg-type]
             gives.append(cut)
             ref = self.record.ref(t, shape)
-            self.record.new_base(ref)
+            base = self.record.new_base(ref)
+            if cut is not None:
+                base.allow(cut)
             node.results.append(ref)
         at = node.offers.index(node.offer)
         node.offers[at] = node.offer = replace(node.offer, gives=tuple(gives))
@@ -198,6 +250,7 @@ class Runner:
             if t.cut is not None:
                 raise error
         operands = [b.tensor for b in bound]
+        refuse_functions(operands)
         shared = stage.name, tuple(key_part(t, False) for t in operands)
         carriers = (t for t in (*operands, *(t for t, _ in nested)) if isinstance(t, Carrier))
         planned, at = self.prepared.node(shared, next(carriers), at)
@@ -214,12 +267,6 @@ class Runner:
 def sharded(offer: Offer) -> bool:
     """Tell whether a stage is sharded by this offer."""
     return offer.option is not None and offer.option.name is not None
-
-
-def refuse_copy(node: Node, offer: Offer, x: Carrier) -> None:
-    """Raise GlueError for a write in place into a copy of a tensor, which other views of the tensor would not see."""
-    if x.cut != offer.needs[0] or (x.base is not None and memory(x.base) != memory(x)):
-        raise GlueError(f"{node.name}() between stages writes in place into a copy; use an out-of-place operation")
 
 
 def least(node: Node, operands: Sequence[Tensor]) -> Offer:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from dsp.core.carrier import first_carrier
+from dsp.core.record import Record
 from dsp.core.watch import unwatched
-from dsp.private import set_compiled_call
+from dsp.private import compiled_call, set_compiled_call
 from dsp.stages import Stage
 
 UNCHANGED = nullcontext()
@@ -19,14 +23,48 @@ class StageCall:
     """Takes the place of a module's call; the record that its first carrier belongs to leads it."""
 
     def __init__(self, stage: Stage, module: nn.Module) -> None:
-        self.stage, self.call = stage, module._call_impl
+        self.stage, self.call = stage, compiled_call(module) or module._call_impl
         set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         t = first_carrier((*args, *kwargs.values()))
         if t is not None:
             record = t.record
-            with unwatched() if record.sources or not record.planned else UNCHANGED:
+            with inside(record) if record.sources or record.compiled or not record.planned else UNCHANGED:
                 return record.driver.stage(self.stage, self.call, args, kwargs)
         with unwatched():
             return self.call(*args, **kwargs)  # not in a forward of ours, or inside another stage
+
+
+@contextmanager
+def inside(record: Record) -> Iterator[None]:
+    """A stage: no watch is on, and torch.compile is."""
+    with unwatched(), torch.compiler.set_stance("default") if record.compiled else UNCHANGED:
+        yield
+
+
+def keep_compiled(model: nn.Module, calls: Iterable[StageCall], between: Iterable[nn.Module]) -> None:
+    """Take in what a stage's compile() compiled since the last forward.
+
+    Raises RuntimeError if it compiled a module between stages.
+    """
+    for call in calls:
+        module = call.stage.module
+        if (compiled := compiled_call(module)) is not call:
+            call.call = compiled
+            set_compiled_call(module, call)
+    for module in (model, *between):
+        if isinstance(compiled_call(module), FunctionType):
+            raise RuntimeError(compiled_between(model, module, [call.stage for call in calls]))
+
+
+def compiled_between(model: nn.Module, module: nn.Module, stages: list[Stage]) -> str:
+    path = next(name for name, other in model.named_modules() if other is module)
+    inside = [stage.name for stage in stages if any(stage.module is other for other in module.modules())]
+    way = f"compile its stages instead ({', '.join(inside[:3])}{' and more' * (len(inside) > 3)})"
+    if not inside:
+        way = f"name it in stages, if it is independent along some dim ({path!r})"
+    return (
+        f"{path!r} was compiled by its compile(). It runs operations between stages, which dsp has to see one by one: "
+        f"{way}, or give dsp.parallelize compile=True, for the whole forward as one graph"
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from dsp.between import without_data_of
+from dsp.between import unrunnable, without_data_of
 from dsp.calls import GlueError, tensor_args
 from dsp.core.carrier import Carrier
 from dsp.core.record import Record
@@ -29,7 +29,7 @@ from dsp.private import (
     maybe_current_level,
     saving_hooks,
 )
-from dsp.traits import traits
+from dsp.traits import UNRUNNABLE, Traits, traits
 
 
 class Watch(TorchFunctionMode):
@@ -95,6 +95,13 @@ def unwatched() -> Iterator[None]:
             _pop_mode()
         for mode in modes:
             _push_mode(mode)
+
+
+def refuse(what: Traits, args: Any, kwargs: Any) -> None:
+    """Refuse a function that neither a rule nor a gather can make right, and any under a transform of torch.func."""
+    if what.name in UNRUNNABLE:
+        raise unrunnable(what)
+    refuse_transforms(args, kwargs)
 
 
 def refuse_transforms(args: Any, kwargs: Any) -> None:

@@ -33,9 +33,9 @@ class ShardingRules:
     def of(self, record: Record, node: Node) -> list[Offer]:
         if not node.bases:
             return source_offers(record, node)
-        if node.in_place and node.operands[0] in node.refs:
-            node.refs[0].base.fixed = True
-            node.refs[0].base.free &= all(v.free for v in node.bases)
+        for i in node.writes:
+            if isinstance(into := node.operands[i], Ref):
+                into.base.free &= all(v.free for v in node.bases)
         combinations = Combinations(record, node)
         if node.name in PRODUCTS:
             combinations.along_all_dims()
@@ -109,14 +109,7 @@ class Combinations:
     def combine(self, only_small: bool) -> None:
         """Try the combinations of the operands' layouts. only_small: replicate only operands that are at most half as
         long as the result."""
-        node = self.node
-        largest = max((math.prod(r.shape) for r in node.results), default=0)
-        layouts: list[list[Layout]] = []
-        for v in node.bases:
-            views = [t for t in node.refs if t.base is v]
-            small = any(2 * math.prod(t.shape) <= largest for t in views)
-            cuts = [c for c in v.cuts if all(t.cut_under(c) is not None for t in views)]
-            layouts.append([*cuts, *([None] if v.replicable or small or not only_small else [])])
+        node, layouts = self.node, self.layouts(only_small)
         if any(not k for k in layouts):
             self.refusal = self.refusal or GlueError("no dim of it can be sharded")
         combinations: Any = itertools.product(*layouts)
@@ -132,6 +125,17 @@ class Combinations:
             elif all(v.replicable for v in node.bases):
                 self.offers.append(replicated(node, len(node.results)))
 
+    def layouts(self, only_small: bool) -> list[list[Layout]]:
+        """The layouts of each of the node's bases; see `combine`."""
+        node, found = self.node, list[list[Layout]]()
+        largest = max((math.prod(r.shape) for r in node.results), default=0)
+        for v in node.bases:
+            views = [t for t in node.refs if t.base is v]
+            small = any(2 * math.prod(t.shape) <= largest for t in views)
+            cuts = [c for c in v.cuts if all(t.cut_under(c) is not None for t in views)]
+            found.append([*cuts, *([None] if v.replicable or small or not only_small else [])])
+        return found
+
     def attempt(self, layout: Mapping[Base, Layout]) -> None:
         """Ask the rule for one combination."""
         node, n = self.node, self.record.n
@@ -140,7 +144,10 @@ class Combinations:
         try:
             outcome = frame.outcome()
         except GlueError as error:
-            self.refusal, self.views = self.refusal or error, False
+            self.refusal, self.views = (
+                self.refusal or error.with_traceback(None),
+                False,
+            )  # no frames, which hold tensors
             return
         inner = inner_collectives(node, needs, outcome, n)
         cut = outcome.cut

@@ -25,8 +25,8 @@ ROOMS = {
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes traffic_check agreement piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
-    "core": """meter skeleton equal_modules record backward carrier keys watch copies offers checkpoints inputs
-        persistent stage_calls recording run hooks placement decide parallel""",
+    "core": """meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers checkpoints
+        inputs persistent stage_calls recording run hooks gradient_hooks placement decide parallel""",
     "glue": "traffic local sources offers",
     "report": "traffic picture hidden table names cost measure advice plan",
     "check": "report compare modes independence check",

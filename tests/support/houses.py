@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from os import environ
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch import Tensor, nn
@@ -82,3 +82,34 @@ def stage_turns(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
     monkeypatch.setattr(StageCalls, "decision", decided)
     return turns
+
+
+class Figures(NamedTuple):
+    """The plan of a model's first inputs. bytes: by phase, where the house counts them; shards: it gathers nothing, and
+    every stage is sharded; sends: what it sends, to compare plans by."""
+
+    bytes: dict[str, int]
+    shards: bool
+    sends: Any = None
+
+
+def figures(model: nn.Module) -> Figures | None:
+    """The plan of the first inputs that a parallel model ran on; None if there is none, or it was recorded in a run."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    if NEW:
+        record = next(iter(runtime.records.values()))
+        gathers = any(m.dst is None for node in record.nodes for m in node.moves)
+        stages = [node for node in record.nodes if node.kind == "stage"]
+        shards = not gathers and all(node.offer.option.name is not None for node in stages)
+        return Figures({}, shards) if record.planned else None
+    plan = next(iter(runtime.entries.values())).plan
+    if plan is None or plan.script.recorded:
+        return None
+    shards = all(s.kind != "gather" for s in plan.switches) and all(r.layout is not None for r in plan.stages)
+    return Figures(plan.bytes, shards, (plan.sends, plan.switches))
+
+
+def warnings_of(model: nn.Module) -> list[str]:
+    """The warnings that a model sends other than its plan."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    return [] if NEW else [kind.told for kind in runtime.entries.values() if kind.told]

@@ -44,7 +44,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import dsp
 from dsp.private import FakeTensor
 from dsp.report.table import Plan
-from tests.support import ranks
+from tests.support import houses, ranks
 from tools.fuzz.programs import (
     Step,
     build,
@@ -147,7 +147,6 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         except Exception as error:
             refusal = error
     model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=gather)
-    kinds = model.forward.__self__.entries
     for call in ("", "second call: "):
         found, sent, largest, comm = parallel_step(model, inputs, mesh)
         problems += [f"{call}{p}" for p in differences(found, expect)]
@@ -157,17 +156,15 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
         if call and (left := comm.left()):  # the first one made tensors without data, to plan
             problems.append(f"memory: after a step there is still that of {left}")
         if not call:
-            verdict.sent, plan = sent, next(iter(kinds.values())).plan
-            if plan is not None and not plan.script.recorded:
-                verdict.planned = plan.bytes
-                verdict.shards = not gather and all(s.kind != "gather" for s in plan.switches)
-                verdict.shards &= all(r.layout is not None for r in plan.stages)
-            if ahead is not None and (ahead.sends, ahead.switches) != (plan.sends, plan.switches):
-                problems.append(f"bytes: dsp.plan says {ahead.sends}, parallelize {plan.sends}")
+            verdict.sent = sent
+            if (plan := houses.figures(model)) is not None:
+                verdict.planned, verdict.shards = plan.bytes, not gather and plan.shards
+            if ahead is not None and not houses.NEW and (ahead.sends, ahead.switches) != (plan and plan.sends):
+                problems.append(f"bytes: dsp.plan says {ahead.sends}, parallelize {plan and plan.sends}")
         elif sent != verdict.sent:
             more = sum(map(sum, sent.values())) - sum(map(sum, verdict.sent.values()))
             problems.append(f"bytes: the second call sends {more} more than the first")
-    problems += [f"bytes: {kind.told}" for kind in kinds.values() if kind.told]
+    problems += [f"bytes: {text}" for text in houses.warnings_of(model)]
     if "self.other" in text:
         problems += astray(model, single, inputs, mesh)
     if verdict.shards:

@@ -18,26 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.layers import expect
-from zoo.protein.embedding import (
-    CLASSES,
-    EMBEDDING,
-    PAIR_FEATURE,
-    Heads,
-    MSAEmbed,
-    PairEmbed,
-    PairFeature,
-    PairMask,
-    Prediction,
-    Recycle,
-    RecycleTarget,
-    Structure,
-    check_masks,
-    check_widths,
-    protein_inputs,
-)
+from zoo.protein.embedding import MSAEmbed, Prediction, Recycle, RecycleTarget, Structure, check_widths, protein_inputs
 from zoo.protein.layers import (
-    CHUNK,
-    DAP,
     OUTER,
     PAIR,
     ColumnAttention,
@@ -51,8 +33,7 @@ from zoo.protein.layers import (
     Transition,
     prefixed,
 )
-from zoo.protein.structure import STRUCTURE, InvariantPointAttention, StructureModule
-from zoo.protein.templates import TEMPLATES, TemplateEmbedder, check_given, check_templates, template_inputs
+from zoo.protein.trunk import Trunk, TrunkConfig
 
 SIZES: dict[str, dict[str, Any]] = {
     "af2": {},
@@ -66,38 +47,17 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Config:
-    c_m: int = 256  # channels of the alignment
-    c_z: int = 128  # of pairs
-    c_s: int = 384  # of single residues, at the end
-    depth: int = 48  # blocks; 0: the heads read the embeddings, and the model is linear
-    msa_heads: int = 8
+class Config(TrunkConfig):  # depth=0: the heads read the embeddings, and the model is linear
     msa_head_dim: int = 32
-    pair_heads: int = 4
-    pair_head_dim: int = 32
-    triangle: int = 128  # hidden channels of the triangle multiplications
-    outer: int = 32  # hidden channels of the outer product mean
-    transition: int = 4  # inner channels of a transition / its channels
     opm_first: bool = False
     extra_depth: int = 4  # blocks of the extra alignment; 0: a model without one
     c_e: int = 64  # its channels
     extra_heads: int = 8
     extra_head_dim: int = 8
-    msa_dropout: float = 0.15
-    pair_dropout: float = 0.25
-    couplings: int = 0  # features of a pair as further input, as from direct coupling analysis; 0: none
-    templates: int = 0  # pair blocks of the template embedder; 0: templates are not read
-    template_channels: int = 64
-    structure: int = 0  # iterations of the structure module; 0: no structure is predicted
-    structure_heads: int = 12
-    structure_dropout: float = 0.1
-    reach: int = 32  # largest offset along the chain that positions distinguish
-    bins: int = 64  # of distance
-    chunk: int = CHUNK  # most attention logits (elements) at once; fewer take less memory and more time
 
     def __post_init__(self) -> None:
         check_widths(c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, c_e=self.c_e, chunk=self.chunk)
-        check_templates(self.templates, self.template_channels)
+        super().__post_init__()
         if self.depth < 0:
             raise ValueError(f"depth={self.depth}: expected at least 0 (a model without blocks)")
         if self.extra_depth < 0:
@@ -149,7 +109,7 @@ BLOCK = {
 }
 
 
-class Evoformer(nn.Module):
+class Evoformer(Trunk):
     """``forward(msa, deletions, sequence, residue_index, asym_id, ..., recycles=0)`` -> ``Prediction``
 
     With config.structure -> ``Structure``.
@@ -162,47 +122,25 @@ class Evoformer(nn.Module):
     """
 
     def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
-        self.stages = {
-            "": "msa=b s r, deletions=b s r, extra_msa=b t r, extra_deletions=b t r, msa_mask=b s r, "
-            "extra_mask=b t r, couplings=b i j k -> b s r v, b i j d, b r c"
-            f"{', b l r x y, b l r x, b r e' if config.structure else ''}",
-            **EMBEDDING,
-            **(PAIR_FEATURE if config.couplings else {}),
-            **(prefixed("templates", TEMPLATES) if config.templates else {}),
-            **(prefixed("structure", STRUCTURE) if config.structure else {}),
-            "recycle_target": "b s r [c], row=s, previous=b r [c]",
-            "single": "b r [c] -> b r [e]",
-            **(prefixed("blocks.*", BLOCK) if config.depth else {}),
-        }
-        if config.extra_depth:
-            self.stages |= {"extra_embed": "b s r, deletions=b s r -> b s r [c]", **prefixed("extra_blocks.*", BLOCK)}
-        self.dap = self.stages | (prefixed("blocks.*.pair", DAP) if config.depth else {})
-        if config.extra_depth:
-            self.dap |= prefixed("extra_blocks.*.pair", DAP)
-        if config.templates:
-            self.dap |= prefixed("templates.blocks.*", DAP)
-
-        self.msa_embed = MSAEmbed(config.c_m)
-        self.pair_embed = PairEmbed(config.c_z, config.reach)
-        self.pair_feature = PairFeature(config.couplings, config.c_z) if config.couplings else None
-        self.templates = None
-        if config.templates:
-            self.templates = TemplateEmbedder(
-                config.c_z, config.template_channels, config.templates, CLASSES, dropout=config.pair_dropout,
-                chunk=config.chunk,
-            )  # fmt: skip
-        self.pair_mask = PairMask()
+        extra = {"extra_embed": "b s r, deletions=b s r -> b s r [c]", **prefixed("extra_blocks.*", BLOCK)}
+        super().__init__(
+            config,
+            "msa=b s r, deletions=b s r, extra_msa=b t r, extra_deletions=b t r, msa_mask=b s r, extra_mask=b t r",
+            {
+                "recycle_target": "b s r [c], row=s, previous=b r [c]",
+                "single": "b r [c] -> b r [e]",
+                **(prefixed("blocks.*", BLOCK) if config.depth else {}),
+                **(extra if config.extra_depth else {}),
+            },
+            ["blocks.*.pair"] * (config.depth > 0) + ["extra_blocks.*.pair"] * (config.extra_depth > 0),
+        )
         self.recycle_pair = Recycle(config.c_z, 2)
         self.recycle_target = RecycleTarget(config.c_m, 2)
         self.extra_embed = MSAEmbed(config.c_e, target=False) if config.extra_depth else None
         self.extra_blocks = nn.ModuleList(Block(config, extra=True) for _ in range(config.extra_depth))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.single = Linear(config.c_m, config.c_s)
-        self.heads = Heads(config.c_m, config.c_z, config.bins, config.couplings)
-        self.structure = StructureModule.of(config)
+        self.add_heads()
 
     def forward(
         self,
@@ -226,24 +164,17 @@ class Evoformer(nn.Module):
         built = f"extra_depth={self.config.extra_depth}"
         expect("extra_msa", extra_msa, self.extra_embed is not None, built)
         expect("extra_deletions", extra_deletions, self.extra_embed is not None, built)
-        expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
-        templates = check_given(
-            self.config.templates, template_sequence, template_backbone, template_beta, template_seen
+        templates, pair_mask = self.check_inputs(
+            msa_mask, mask, couplings, template_sequence, template_backbone, template_beta, template_seen
         )
-        check_masks(msa_mask, mask)
 
         residues = torch.stack([sequence, residue_index, asym_id], -1)
         row = torch.arange(msa.shape[1], device=msa.device)
-        pair_mask = None if mask is None else self.pair_mask(mask, mask)
         target = z = None
         for cycle in range(recycles + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == recycles):
                 m = self.recycle_target(self.msa_embed(msa, deletions, sequence), row, target)
-                z = self.recycle_pair(self.pair_embed(residues, residues), z)
-                if self.pair_feature is not None:
-                    z = self.pair_feature(z, couplings)
-                if self.templates is not None:
-                    z = self.templates(z, asym_id, *templates, pair_mask)
+                z = self.pairs(residues, z, couplings, asym_id, templates, pair_mask)
                 if self.extra_embed is not None:
                     e = self.extra_embed(extra_msa, extra_deletions)
                     for block in self.extra_blocks:
@@ -251,26 +182,16 @@ class Evoformer(nn.Module):
                 for block in self.blocks:
                     m, z = block(m, z, msa_mask, pair_mask)
                 target = m[:, 0]
-        msa_logits, distogram_logits = self.heads(m, z, couplings)
-        s = self.single(target)
-        if self.structure is None:
-            return Prediction(msa_logits, distogram_logits, s)
-        return Structure(msa_logits, distogram_logits, s, *self.structure(s, z, mask))
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialise every parameter in place, after ``to_empty`` too: AF2 supplement, 1.11.4."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | InvariantPointAttention):
-                module.reset_parameters()
+        assert target is not None
+        assert z is not None
+        logits = self.heads(m, z, couplings)
+        return self.predict(logits, self.single(target), z, mask)
 
     def example_inputs(
         self, batch: int = 1, *, rows: int = 5, residues: int = 7, extra_rows: int = 6
     ) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device."""
-        inputs = protein_inputs(batch, rows, residues, self.config.couplings)
-        if self.config.templates:
-            inputs |= template_inputs(batch, residues)
+        inputs = super().example_inputs(batch, rows=rows, residues=residues)
         if self.config.extra_depth:
             extra = protein_inputs(batch, extra_rows, residues)
             inputs |= {

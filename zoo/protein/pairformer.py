@@ -17,26 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.layers import expect
-from zoo.protein.embedding import (
-    CLASSES,
-    EMBEDDING,
-    PAIR_FEATURE,
-    Heads,
-    MSAEmbed,
-    PairEmbed,
-    PairFeature,
-    PairMask,
-    Prediction,
-    Recycle,
-    Structure,
-    check_masks,
-    check_widths,
-    protein_inputs,
-)
+from zoo.protein.embedding import CLASSES, Prediction, Recycle, Structure, check_widths
 from zoo.protein.layers import (
-    CHUNK,
-    DAP,
     OUTER,
     PAIR,
     OneHot,
@@ -49,8 +31,7 @@ from zoo.protein.layers import (
     Transition,
     prefixed,
 )
-from zoo.protein.structure import STRUCTURE, InvariantPointAttention, StructureModule
-from zoo.protein.templates import TEMPLATES, TemplateEmbedder, check_given, check_templates, template_inputs
+from zoo.protein.trunk import Trunk, TrunkConfig
 
 SIZES: dict[str, dict[str, Any]] = {
     "af3": {},
@@ -64,38 +45,18 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Config:
-    c_m: int = 64  # channels of the alignment
-    c_z: int = 128  # of pairs
-    c_s: int = 384  # of single residues
-    msa_depth: int = 4  # blocks of the MSA module
-    depth: int = 48  # blocks of the Pairformer
-    msa_heads: int = 8
+class Config(TrunkConfig):
+    c_m: int = 64
     msa_head_dim: int = 8
-    pair_heads: int = 4
-    pair_head_dim: int = 32
+    msa_depth: int = 4  # blocks of the MSA module; `depth` are those of the Pairformer
     single_heads: int = 16
     single_head_dim: int = 24
-    triangle: int = 128  # hidden channels of the triangle multiplications
-    outer: int = 32  # hidden channels of the outer product mean
-    transition: int = 4  # inner channels of a transition / its channels
-    msa_dropout: float = 0.15
-    pair_dropout: float = 0.25
-    couplings: int = 0  # features of a pair as further input, as from direct coupling analysis; 0: none
-    templates: int = 0  # pair blocks of the template embedder; 0: templates are not read
-    template_channels: int = 64
-    structure: int = 0  # iterations of the structure module; 0: no structure is predicted
-    structure_heads: int = 12
-    structure_dropout: float = 0.1
-    reach: int = 32  # largest offset along the chain that positions distinguish
-    bins: int = 64  # of distance
-    chunk: int = CHUNK  # most attention logits (elements) at once; fewer take less memory and more time
 
     def __post_init__(self) -> None:
         check_widths(
             c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, msa_depth=self.msa_depth, depth=self.depth, chunk=self.chunk
         )
-        check_templates(self.templates, self.template_channels)
+        super().__post_init__()
 
 
 def pair_block(config: Config) -> PairBlock:
@@ -160,7 +121,7 @@ PAIRFORMER_BLOCK = {
 }
 
 
-class Pairformer(nn.Module):
+class Pairformer(Trunk):
     """``forward(msa, deletions, sequence, residue_index, asym_id, ..., recycles=0)`` -> ``Prediction``
 
     With config.structure -> ``Structure``.
@@ -172,42 +133,23 @@ class Pairformer(nn.Module):
     """
 
     def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
-        self.stages = {
-            "": "msa=b s r, deletions=b s r, msa_mask=b s r, couplings=b i j k -> b s r v, b i j d, b r c"
-            f"{', b l r x y, b l r x, b r e' if config.structure else ''}",
-            **EMBEDDING,
-            **(PAIR_FEATURE if config.couplings else {}),
-            **(prefixed("templates", TEMPLATES) if config.templates else {}),
-            **(prefixed("structure", STRUCTURE) if config.structure else {}),
-            "single_embed": "b r -> b r [c]",
-            "recycle_single": "b r [c], previous=b r [c]",
-            **prefixed("msa_blocks.*", MSA_BLOCK),
-            **prefixed("blocks.*", PAIRFORMER_BLOCK),
-        }
-        self.dap = self.stages | prefixed("msa_blocks.*.pair", DAP) | prefixed("blocks.*.pair", DAP)
-        if config.templates:
-            self.dap |= prefixed("templates.blocks.*", DAP)
-
-        self.msa_embed = MSAEmbed(config.c_m)
-        self.pair_embed = PairEmbed(config.c_z, config.reach)
-        self.pair_feature = PairFeature(config.couplings, config.c_z) if config.couplings else None
-        self.templates = None
-        if config.templates:
-            self.templates = TemplateEmbedder(
-                config.c_z, config.template_channels, config.templates, CLASSES, dropout=config.pair_dropout,
-                chunk=config.chunk,
-            )  # fmt: skip
-        self.pair_mask = PairMask()
+        super().__init__(
+            config,
+            "msa=b s r, deletions=b s r, msa_mask=b s r",
+            {
+                "single_embed": "b r -> b r [c]",
+                "recycle_single": "b r [c], previous=b r [c]",
+                **prefixed("msa_blocks.*", MSA_BLOCK),
+                **prefixed("blocks.*", PAIRFORMER_BLOCK),
+            },
+            ["msa_blocks.*.pair", "blocks.*.pair"],
+        )
         self.single_embed = OneHot(CLASSES, config.c_s)
         self.recycle_pair = Recycle(config.c_z, 3)
         self.recycle_single = Recycle(config.c_s, 3)
         self.msa_blocks = nn.ModuleList(MSABlock(config) for _ in range(config.msa_depth))
         self.blocks = nn.ModuleList(PairformerBlock(config) for _ in range(config.depth))
-        self.heads = Heads(config.c_m, config.c_z, config.bins, config.couplings)
-        self.structure = StructureModule.of(config)
+        self.add_heads()
 
     def forward(
         self,
@@ -225,41 +167,20 @@ class Pairformer(nn.Module):
         template_seen: Tensor | None = None,
         recycles: int = 0,
     ) -> Prediction | Structure:
-        expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
-        templates = check_given(
-            self.config.templates, template_sequence, template_backbone, template_beta, template_seen
+        templates, pair_mask = self.check_inputs(
+            msa_mask, mask, couplings, template_sequence, template_backbone, template_beta, template_seen
         )
-        check_masks(msa_mask, mask)
         residues = torch.stack([sequence, residue_index, asym_id], -1)
-        pair_mask = None if mask is None else self.pair_mask(mask, mask)
         s = z = None
         for cycle in range(recycles + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == recycles):
                 m = self.msa_embed(msa, deletions, sequence)
                 s = self.recycle_single(self.single_embed(sequence), s)
-                z = self.recycle_pair(self.pair_embed(residues, residues), z)
-                if self.pair_feature is not None:
-                    z = self.pair_feature(z, couplings)
-                if self.templates is not None:
-                    z = self.templates(z, asym_id, *templates, pair_mask)
+                z = self.pairs(residues, z, couplings, asym_id, templates, pair_mask)
                 for msa_block in self.msa_blocks:
                     m, z = msa_block(m, z, msa_mask, pair_mask)
                 for block in self.blocks:
                     s, z = block(s, z, mask, pair_mask)
         assert s is not None
-        msa_logits, distogram_logits = self.heads(m, z, couplings)
-        if self.structure is None:
-            return Prediction(msa_logits, distogram_logits, s)
-        return Structure(msa_logits, distogram_logits, s, *self.structure(s, z, mask))
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialise every parameter in place, after ``to_empty`` too, by its layer's ``reset_parameters``."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | InvariantPointAttention):
-                module.reset_parameters()
-
-    def example_inputs(self, batch: int = 1, *, rows: int = 5, residues: int = 7) -> dict[str, Tensor]:
-        """Random inputs of the forward, by name, on the default device."""
-        inputs = protein_inputs(batch, rows, residues, self.config.couplings)
-        return inputs | (template_inputs(batch, residues) if self.config.templates else {})
+        assert z is not None
+        return self.predict(self.heads(m, z, couplings), s, z, mask)

@@ -26,7 +26,8 @@ import dsp
 from dsp.stages import find_modules
 from tests.support import toys
 from tests.support.beside import averaged, beside, exact, same, unsharded, weighted
-from tests.support.houses import stage_turns
+from tests.support.houses import NEW, stage_turns
+from tests.support.refusals import refused
 from tests.support.runs import Heard
 from tests.support.slow import long, slow
 
@@ -127,6 +128,10 @@ def test_what_a_function_of_autograd_returns_is_moved_by_itself(mesh: DeviceMesh
         return [y.flip(2), z.cumsum(0).cumsum(1), Reversed.apply(m.time(y), ())]
 
     x = torch.randn(2, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
+    if NEW:
+        model = dsp.parallelize(toys.SpaceTime(glue).double(), mesh)
+        refused("the autograd.Function Reversed between stages", model, x, error=dsp.GlueError)
+        return
     exact(toys.SpaceTime(glue).double(), mesh, (x,), rounds=2)
 
 
@@ -147,7 +152,11 @@ class Remembered(torch.autograd.Function):
 @pytest.mark.parametrize("mesh", [3])
 def test_a_copy_from_before_there_was_a_gradient_is_made_again(mesh: DeviceMesh) -> None:
     x = torch.randn(2, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
-    exact(toys.SpaceTime(lambda m, x: Remembered.apply(m.space(x))).double(), mesh, (x,), rounds=2)
+    single = toys.SpaceTime(lambda m, x: Remembered.apply(m.space(x))).double()
+    if NEW:
+        refused("the autograd.Function Remembered", dsp.parallelize(single, mesh), x, error=dsp.GlueError)
+        return
+    exact(single, mesh, (x,), rounds=2)
 
 
 class Compared(nn.Module):

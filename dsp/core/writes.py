@@ -1,0 +1,265 @@
+"""Writes in place, and the tensors that share memory on one device.
+
+There they see each other's writes. On a rank one of them may be a copy: it was switched or gathered, or its part has
+strides that allow no view. The tensors that share memory on one device are a family; after a write into one of them,
+those whose part is in other memory are stale, and a read of one is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsp.calls import GlueError, replaced, tensor_args
+from dsp.core.carrier import Carrier, base_of, carry, copies_of, link, plain
+from dsp.core.record import Layout, Node, Offer, Record, Ref
+from dsp.core.unseen import refuse_functions
+from dsp.gradients import global_stride
+from dsp.layout import Axis
+from dsp.lines import line_now
+from dsp.rules.functions import ALIASES, DENSE, FOLDS
+from dsp.tensors import memory, overlap, tensors_in, version
+from dsp.traits import written
+
+MISSED = (
+    "{who} wrote in place into a copy of a tensor. The copy was made when that tensor, or one that shares its "
+    "memory, was switched or gathered. The original lacks that write, and the forward now reads the original. Use an "
+    "out-of-place operation"
+)
+INTO_INPUT = "{who} writes in place into the model's own input {param!r}; use an out-of-place operation"
+INTO_PART = (
+    "{who} writes in place into this rank's part of a replicated tensor: the rest of the tensor, which the rank holds, "
+    "too, would miss the write. Use an out-of-place operation"
+)
+INTO_OUT = "{name}() between stages: out= has no rule for a sharded tensor; use the result, as in y = {name}(...)"
+
+
+# --- in a record ------------------------------------------------------------------------------------------------------
+
+
+def written_operands(func: Any, what: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """The numbers of the operands that a function writes into.
+
+    Raises GlueError for a carrier in `out=`.
+    """
+    if any(isinstance(t, Carrier) for t in tensor_args([kwargs.get("out")], {})):
+        raise GlueError(INTO_OUT.format(name=what.name))
+    into = written(func, args, kwargs)
+    return tuple(i for i, t in enumerate(tensor_args(args, kwargs)) if any(t is x for x in into)) if into else ()
+
+
+def kin_of(operands: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """The results that have elements in common with others: the number of the first such tensor among the operands and
+    the results, counted in both, and the number of the result."""
+    found, memories = [], [*map(memory, (*operands, *results))]
+    for k, r in enumerate(results, len(operands)):
+        every = zip((*operands, *results), memories[:k])
+        first = next((i for i, (t, m) in enumerate(every) if m == memories[k] and overlap(t, r)), None)
+        if first is not None:
+            found.append((first, k - len(operands)))
+    return tuple(found)
+
+
+def kin_on_meta(axis: Axis, name: str, func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, int], ...] | None:
+    """The same for an operation that no record has, from a call on tensors without data; None if no rank can tell.
+
+    A rank with one row does not know where the sharded dim is in memory: it asks rank 0, if that has more rows.
+    """
+    if name not in ALIASES | FOLDS:
+        return ()
+    operands = tensor_args(args, kwargs)
+    models = [on_meta(t) for t in operands]
+    try:
+        out = tensors_in(func(*(call := replaced(args, kwargs, iter(models)))[0], **call[1]))
+    except Exception:  # its result depends on data, and has memory of its own
+        return ()
+    kin = kin_of(models, out)
+    if name not in DENSE or not isinstance(t := operands[0], Carrier) or t.cut is None:
+        return kin
+    rows = [t.cut.own(t.ref.shape[t.cut.dim], axis.size, rank) for rank in range(axis.size)]
+    if rows[0] == 1:
+        return None
+    if 1 not in rows:
+        return kin
+    answer = torch.tensor(int(axis.rank == 0 and bool(kin)), device=plain(t).device)
+    return ((0, 0),) if bool(torch.ops.dsp.all_reduce(answer, axis.group)) else ()
+
+
+def on_meta(t: Tensor) -> Tensor:
+    """A tensor without data, of the global shape and with the strides that it has on one device."""
+    if not isinstance(t, Carrier):
+        return t.to("meta")
+    stride = plain(t).stride() if t.cut is None else global_stride(plain(t), t.ref.shape)
+    return torch.empty_strided(tuple(t.ref.shape), stride, dtype=t.ref.dtype, device="meta")
+
+
+def fix_written(record: Record) -> None:
+    """Let the planner move no tensor that is written, if others share its memory: they would miss the write."""
+    refs = [*record.inputs.values(), *(r for node in record.nodes for r in node.results)]
+    count: dict[int, int] = {}
+    for r in refs:
+        count[r.memory] = count.get(r.memory, 0) + 1 + r.detached
+    into = {node.operands[i].memory for node in record.nodes for i in node.writes if isinstance(node.operands[i], Ref)}  # type: ignore[attr-defined]
+    for r in refs:
+        if r.memory in into and count[r.memory] > 1:
+            r.base.fixed = True
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+def relate(node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Note which results of a node share memory on one device, with operands or with each other."""
+    every, siblings = [*operands, *results], object() if len(results) > 1 else None
+    for first, k in node.kin:
+        a, b = every[first], results[k]
+        if isinstance(a, Carrier) and isinstance(b, Carrier) and a is not b:
+            link(a, b, siblings if first < len(operands) else None)
+
+
+class Stale(Carrier):
+    """A tensor that missed a write in place: whatever reads its layout, to read the tensor, is refused.
+
+    wrote: the operation that wrote, its line, and the tensor that it wrote into.
+    """
+
+    missed: tuple[str, str, weakref.ref[Carrier]]
+
+    @property
+    def cut(self) -> Layout:  # type: ignore[override]
+        error = GlueError(MISSED.format(who=self.missed[0]))
+        error.line = self.missed[1]
+        raise error
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__ and type(args[0]) is Stale:
+            args[0].take_back(*args[1:])
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def take_back(self, index: Any, value: Any) -> None:
+        """Before `x[index] = value`: if value is the copy of x[index] that was written, x misses that write no more."""
+        into = self.missed[2]
+        if into() is value and getattr(value, "index", None) == index:
+            for t in (x() for x in self.family or ()):
+                if type(t) is Stale and t.missed[2] is into:
+                    t.__class__ = Carrier
+
+
+class Elsewhere(Carrier):
+    """A tensor that was written in another layout than it had; now: the tensor since then."""
+
+    now: Carrier
+
+    @property
+    def cut(self) -> Layout:  # type: ignore[override]
+        return self.now.cut
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensor_args(args, kwargs)
+        refuse_functions(t for t in tensors if type(t) is Elsewhere)
+        args, kwargs = replaced(args, kwargs, iter([t.now if type(t) is Elsewhere else t for t in tensors]))
+        out = func(*args, **kwargs)
+        return next((t for t in tensors if type(t) is Elsewhere and t.now is out), out)
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def refuse_write(record: Record, who: str, t: Tensor, need: Layout) -> None:
+    """Raise GlueError for a write into `t`, brought into a layout, that the rest of it or the caller would miss."""
+    if need is None and (not isinstance(t, Carrier) or t.cut is None):
+        return
+    for param, ref in record.inputs.items() if isinstance(t, Carrier) else ():
+        if ref is base_of(t).ref:
+            raise GlueError(INTO_INPUT.format(who=who, param=param))
+    if not isinstance(t, Carrier) or t.cut is None:
+        raise GlueError(INTO_PART.format(who=who))
+
+
+def note_writes(
+    axis: Axis, node: Node, offer: Offer, operands: Sequence[Tensor], parts: Sequence[Tensor], versions: Sequence[int],
+    out: Any,
+) -> None:  # fmt: skip
+    """Note the writes of an operation, which returned `out`, into `parts` in the layouts that its offer needs.
+
+    versions: of the parts that it writes into, from before.
+    """
+    if hasattr(out, "wait"):  # async_op=True; the data that it receives may be copied next
+        out.wait()
+    for i, before in zip(node.writes, versions):
+        counted = version(parts[i]) != before
+        wrote(axis, f"{node.name}() between stages", operands[i], parts[i], offer.needs[i], counted)
+
+
+def wrote(axis: Axis, who: str, t: Tensor, local: Tensor, cut: Layout, counted: bool = True) -> None:
+    """Note a write into `local`, the part of `t` in a cut. counted: by torch's version counter."""
+    if not isinstance(t, Carrier):
+        return
+    back = cut is None and t.cut is not None and not counted
+    if back:
+        copy_back(axis, t, local)
+    elif t.cut != cut:
+        move(t, local, cut)
+    miss(who, t, memory(plain(t)))
+    if back and t.base is None:
+        copies_of(t)[None] = local
+
+
+def miss(who: str, t: Carrier, into: Any) -> None:
+    """Bring the tensors that share memory with `t` on one device up to date after a write into the memory `into`.
+
+    One in other memory is from now on its copy in that memory; without such a copy it is stale.
+    """
+    base_of(t).copies = None
+    own = weakref.ref(t)
+    for x in (x() for x in t.family or ()):
+        if x is None or x is t or type(x) is Stale or (x.siblings is not None and x.siblings is t.siblings):
+            continue
+        if memory(plain(x)) != into and plain(x).numel():
+            copies = x.copies or {}
+            cut = next((cut for cut, copy in copies.items() if memory(copy) == into), "")
+            if cut == "":
+                stale(x, who, own)
+            else:
+                move(x, copies[cut], cut)
+        base_of(x).copies = None
+
+
+def stale(x: Carrier, who: str, into: weakref.ref[Carrier]) -> None:
+    x.__class__ = Stale
+    x.missed = who, line_now(), into  # type: ignore[attr-defined]
+
+
+def copy_back(axis: Axis, t: Carrier, full: Tensor) -> None:
+    """Copy this rank's rows of a full copy of `t` into its part, after a write that autograd did not see.
+
+    On one device neither autograd nor the version counter notices such a write, as of a collective, nor do they here.
+    """
+    assert t.cut is not None
+    with torch.no_grad():
+        plain(t).data.copy_(axis.narrow(full.data, t.cut))
+
+
+def move(t: Carrier, local: Tensor, cut: Layout) -> None:
+    """Let `t` be, from now on, the tensor that was written in another layout."""
+    if t.base is not None:
+        link(t.base, t)
+    now = carry(t.record, local, t.ref, cut)
+    now.family, now.siblings, now.turns = t.family, t.siblings, t.turns
+    t.__class__ = Elsewhere
+    t.now = t.base = now
+
+
+def own_memory(node: Node, out: Any, parts: Sequence[Tensor]) -> Any:
+    """The result of an operation that copies if it must, which on this part it need not: a copy, where one device makes
+    one, or where no rank can tell."""
+    [local] = tensors_in(out)
+    shares = memory(local) == memory(parts[0])
+    return local.clone() if shares and (node.kin_unknown or not node.kin) else out
