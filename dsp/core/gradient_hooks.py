@@ -69,7 +69,7 @@ def read_grad(t: Carrier) -> Any:
     """The gradient of a single process, as a DTensor if the tensor is sharded."""
     with LOCAL():
         grad = t.grad
-        axis = t.record.driver.axis  # type: ignore[attr-defined]
+        axis = t.record.driver.axis
     if grad is None or t.cut is None:
         return grad
     return axis.wrap(plain(grad) / axis.size, t.cut, t.ref.shape)
@@ -78,5 +78,5 @@ def read_grad(t: Carrier) -> Any:
 READERS |= {
     Tensor.register_hook: register_hook,
     Tensor.retain_grad: retain_grad,
-    Tensor.grad.__get__: read_grad,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: read_grad,  # type: ignore[union-attr]
 }

@@ -147,7 +147,7 @@ class Stale(Carrier):
         if into() is value and getattr(value, "index", None) == index:
             for t in (x() for x in self.family or ()):
                 if type(t) is Stale and t.missed[2] is into:
-                    t.__class__ = Carrier
+                    t.__class__ = Carrier  # type: ignore[assignment]
 
 
 class Elsewhere(Carrier):
@@ -176,9 +176,10 @@ def refuse_write(record: Record, who: str, t: Tensor, need: Layout) -> None:
     """Raise GlueError for a write into `t`, brought into a layout, that the rest of it or the caller would miss."""
     if need is None and (not isinstance(t, Carrier) or t.cut is None):
         return
-    for param, ref in record.inputs.items() if isinstance(t, Carrier) else ():
-        if ref is base_of(t).ref:
-            raise GlueError(INTO_INPUT.format(who=who, param=param))
+    if isinstance(t, Carrier):
+        for param, ref in record.inputs.items():
+            if ref is base_of(t).ref:
+                raise GlueError(INTO_INPUT.format(who=who, param=param))
     if not isinstance(t, Carrier) or t.cut is None:
         raise GlueError(INTO_PART.format(who=who))
 
@@ -223,12 +224,11 @@ def miss(who: str, t: Carrier, into: Any) -> None:
         if x is None or x is t or type(x) is Stale or (x.siblings is not None and x.siblings is t.siblings):
             continue
         if memory(plain(x)) != into and plain(x).numel():
-            copies = x.copies or {}
-            cut = next((cut for cut, copy in copies.items() if memory(copy) == into), "")
-            if cut == "":
+            same = next(((copy, cut) for cut, copy in (x.copies or {}).items() if memory(copy) == into), None)
+            if same is None:
                 stale(x, who, own)
             else:
-                move(x, copies[cut], cut)
+                move(x, *same)
         base_of(x).copies = None
 
 
