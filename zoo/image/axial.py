@@ -9,8 +9,8 @@ The value of a pixel is predicted from all previous values, in the order channel
 Each channel is a slice; slices share weights. An image of one channel needs no exterior. The paper trains on one slice
 of an image per step; here all slices are computed.
 
-Images are sampled as in the paper: `Drawing` caches the exterior of a channel and the outer blocks of every row above,
-so that a value takes only the inner blocks of its row.
+Images are sampled as in the paper: `SamplingCache` has the exterior of a channel and the outer blocks of every row
+above, so that a value takes only the inner blocks of its row.
 
 Sizes of the authors' code (google-research/axial), for images of three channels with 256 levels:
 
@@ -85,7 +85,7 @@ class Block(nn.Module):
         self.mlp = MLP(dim, config.mlp * dim, activation=QuickGELU())
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, above: "Above | None" = None) -> Tensor:
+    def forward(self, x: Tensor, above: "ColumnCache | None" = None) -> Tensor:
         """above: the block's cache of the rows above; x is then a single row."""
         normed = self.norm_attention(x)
         x = x + self.dropout(self.attention(normed) if above is None else above.attend(self.attention, normed))
@@ -97,7 +97,7 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-class Pair(nn.Module):
+class RowColumn(nn.Module):
     """A block along rows, not causal, and a block along columns."""
 
     def __init__(self, config: Config, causal: bool):
@@ -105,11 +105,11 @@ class Pair(nn.Module):
         self.row = Block(config, "row", causal=False)
         self.column = Block(config, "column", causal)
 
-    def forward(self, x: Tensor, above: "Above | None" = None) -> Tensor:
+    def forward(self, x: Tensor, above: "ColumnCache | None" = None) -> Tensor:
         return self.column(self.row(x), above)
 
 
-class Above:
+class ColumnCache:
     """The cache of one causal block along columns: keys and values of the rows above, extended row by row."""
 
     def __init__(self) -> None:
@@ -125,17 +125,17 @@ class Above:
         return attention.out(rearrange(y, "(n w) 1 h e -> n 1 w (h e)", n=len(x)))
 
 
-class Drawing:
+class SamplingCache:
     """The cache of a forward while a batch of images is sampled.
 
-    channel, row: position of the next value. known (b h w d): features of the channel from the label and previous
+    channel, row: position of the next value. context (b h w d): features of the channel from the label and previous
     channels; above: for each outer block, its cache of the rows above; seen (b 1 w d): the outer result for the row.
     """
 
     def __init__(self) -> None:
         self.channel = self.row = -1
-        self.known: Tensor | None = None
-        self.above: list[Above] = []
+        self.context: Tensor | None = None
+        self.above: list[ColumnCache] = []
         self.seen: Tensor | None = None
 
 
@@ -245,10 +245,10 @@ class AxialImage(nn.Module):
             self.previous = Previous(config.levels)
             self.convolution = Convolution(2 * config.channels, dim)
             self.exterior_positions = Positions(config)
-            self.exterior = nn.ModuleList(Pair(config, causal=False) for _ in range(config.exterior // 2))
+            self.exterior = nn.ModuleList(RowColumn(config, causal=False) for _ in range(config.exterior // 2))
         self.embed = nn.Embedding(config.levels, dim)
         self.positions = Positions(config)
-        self.outer = nn.ModuleList(Pair(config, causal=True) for _ in range(config.outer // 2))
+        self.outer = nn.ModuleList(RowColumn(config, causal=True) for _ in range(config.outer // 2))
         self.down, self.right = Shift("down"), Shift("right")
         self.inner = nn.ModuleList(Block(config, "row", causal=True) for _ in range(config.inner))
         self.logits = Logits(dim, config.levels)
@@ -259,7 +259,7 @@ class AxialImage(nn.Module):
         image: Tensor,
         label: Tensor | None = None,
         at: tuple[int, int] | None = None,
-        drawing: Drawing | None = None,
+        drawing: SamplingCache | None = None,
     ) -> Tensor:
         config = self.config
         expect("label", label, self.label is not None, f"num_classes={config.num_classes}")
@@ -270,54 +270,54 @@ class AxialImage(nn.Module):
                 f"height={config.height}, width={config.width} takes as many channels and at most as many pixels"
             )
         if at is not None and drawing is not None:
-            return self.row(image, label, at, drawing)
-        known = self.known(image, label)
+            return self.row_logits(image, label, at, drawing)
+        context = self.context(image, label)
         pixels = self.embed(image.flatten(0, 1))
-        above = self.positions(pixels) if known is None else self.positions(pixels) + known
+        above = self.positions(pixels) if context is None else self.positions(pixels) + context
         for pair in self.outer:
             above = pair(above)
         x = self.positions(self.right(pixels) + self.down(above))
-        if known is not None:
-            x = x + known
+        if context is not None:
+            x = x + context
         for block in self.inner:
             x = block(x)
         return self.logits(x).unflatten(0, (b, c))
 
-    def known(self, image: Tensor, label: Tensor | None) -> Tensor | None:
+    def context(self, image: Tensor, label: Tensor | None) -> Tensor | None:
         """Features of every channel from the label and previous channels, ((b c) h w d)."""
         c = image.shape[1]
-        known = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
+        context = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
         if c > 1:
             x = self.exterior_positions(self.convolution(self.previous(image, self.logits.linear.weight.dtype)))
-            known = x if known is None else x + known
+            context = x if context is None else x + context
             for pair in self.exterior:
-                known = pair(known)
-        return known
+                context = pair(context)
+        return context
 
-    def drawing(self) -> Drawing:
+    def drawing(self) -> SamplingCache:
         """An empty cache, for faster sampling by ``zoo.image.autoregressive.sample``."""
-        return Drawing()
+        return SamplingCache()
 
-    def row(self, image: Tensor, label: Tensor | None, at: tuple[int, int], drawing: Drawing) -> Tensor:
+    def row_logits(self, image: Tensor, label: Tensor | None, at: tuple[int, int], drawing: SamplingCache) -> Tensor:
         """The logits (b w k) of the row ``at`` (channel, row), in an image whose previous values are sampled.
 
         A channel's exterior is computed at its first row, the outer blocks of a row when the next row begins.
         """
         channel, row = at
         if channel != drawing.channel:
-            known = self.known(image, label)
+            context = self.context(image, label)
             drawing.channel, drawing.row, drawing.seen = channel, -1, None
-            drawing.known = None if known is None else known.unflatten(0, (len(image), -1))[:, channel]
-            drawing.above = [Above() for _ in self.outer]
+            drawing.context = None if context is None else context.unflatten(0, (len(image), -1))[:, channel]
+            drawing.above = [ColumnCache() for _ in self.outer]
         if row != drawing.row and row > 0:
-            above = self.told(self.positions(self.pixels(image, channel, row - 1), row - 1), row - 1, drawing)
+            above = self.add_context(self.positions(self.pixels(image, channel, row - 1), row - 1), row - 1, drawing)
             for pair, rows in zip(self.outer, drawing.above):
                 above = pair(above, rows)
             drawing.seen = above
         drawing.row = row
         x = self.right(self.pixels(image, channel, row))
         x = self.positions(x if drawing.seen is None else x + drawing.seen, row)
-        x = self.told(x, row, drawing)
+        x = self.add_context(x, row, drawing)
         for block in self.inner:
             x = block(x)
         return self.logits(x)[:, 0]
@@ -325,10 +325,10 @@ class AxialImage(nn.Module):
     def pixels(self, image: Tensor, channel: int, row: int) -> Tensor:
         return self.embed(image[:, channel, row : row + 1])
 
-    def told(self, x: Tensor, row: int, drawing: Drawing) -> Tensor:
+    def add_context(self, x: Tensor, row: int, drawing: SamplingCache) -> Tensor:
         """A row (b 1 w d) plus its features from the label and previous channels."""
-        known = drawing.known
-        return x if known is None else x + (known if known.shape[1] == 1 else known[:, row : row + 1])
+        context = drawing.context
+        return x if context is None else x + (context if context.shape[1] == 1 else context[:, row : row + 1])
 
     @torch.no_grad()
     def init_weights(self) -> None:

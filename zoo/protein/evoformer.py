@@ -8,7 +8,7 @@ deeper alignment; only its pairs are kept. ``opm_first`` moves the outer product
 AF-Multimer. Each recycled pass (``recycles``) starts from the pairs and the alignment's first row as the previous pass
 left them; only the last pass has gradients.
 
-Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
+Letters: `zoo/protein/__init__.py`.
 """
 
 from dataclasses import dataclass

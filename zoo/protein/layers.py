@@ -17,8 +17,7 @@ dims that every stage computes over.
 AlphaFold 2: Jumper et al. 2021, supplement, sections 1.6 and 1.11; AlphaFold 3: Abramson et al. 2024, supplement,
 sections 3.3 and 3.6. The last row is as in the programs ESMFold and OpenFold3; both papers print z_kq.
 
-Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, d hidden channels, h heads,
-e channels of a head, n rows, each with its own attention. Masks are False (or 0) for padding.
+Letters: `zoo/protein/__init__.py`; masks are False (or 0) for padding.
 """
 
 import math
@@ -89,10 +88,10 @@ def attend(
     biases = [None] * -(-i // queries) if bias is None else bias.split(queries, 3)
     masks = [None] * -(-n // rows) if mask is None else (MASKED * (1 - mask.to(q.dtype))).split(rows, 1)
     found = [
-        join([recomputed(_attend, q_i, k_n, v_n, b_i, m_n) for q_i, b_i in zip(q_n.split(queries, 2), biases)], 2)
+        concat([checkpointed(_attend, q_i, k_n, v_n, b_i, m_n) for q_i, b_i in zip(q_n.split(queries, 2), biases)], 2)
         for q_n, k_n, v_n, m_n in zip(q.split(rows, 1), k.split(rows, 1), v.split(rows, 1), masks)
     ]
-    return join(found, 1)
+    return concat(found, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -106,14 +105,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
     return rearrange(F.scaled_dot_product_attention(q, k, v, bias), "(b n) h i e -> b n i h e", b=b)
 
 
-def recomputed(f: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
+def checkpointed(f: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
     """f(*args), recomputed in backward, which keeps only the arguments; f must not draw random numbers."""
     if not torch.is_grad_enabled():
         return f(*args)
     return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def join(parts: list[Tensor], dim: int) -> Tensor:
+def concat(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -172,7 +171,7 @@ class SharedDropout(nn.Module):
         return F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.rate)
 
 
-def add(x: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
+def residual(x: Tensor, update: Tensor, keep: Tensor | None) -> Tensor:
     return x + (update if keep is None else update * keep)
 
 
@@ -208,7 +207,7 @@ class RowAttention(nn.Module):
     def forward(
         self, m: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, keep: Tensor | None = None
     ) -> Tensor:
-        return add(m, self.attention(self.norm(m), bias, mask), keep)
+        return residual(m, self.attention(self.norm(m), bias, mask), keep)
 
 
 class ColumnAttention(nn.Module):
@@ -268,7 +267,7 @@ class PairWeightedAveraging(nn.Module):
         x = self.norm(m)
         value = rearrange(self.value(x), "b s j (h e) -> b s j h e", h=self.heads)
         y = torch.einsum("bijh,bsjhe->bsihe", bias.softmax(2), value).flatten(-2)
-        return add(m, self.out(y * self.gate(x).sigmoid()), keep)
+        return residual(m, self.out(y * self.gate(x).sigmoid()), keep)
 
 
 # From the alignment to pairs
@@ -307,8 +306,8 @@ class OuterUpdate(nn.Module):
         rows = max(1, self.chunk // (b * right.shape[2] * d * d))
         masks = [None] * -(-left.shape[2] // rows) if mask_i is None else mask_i.to(z.dtype).split(rows, 2)
         mask_j = None if mask_j is None else mask_j.to(z.dtype)
-        means = [recomputed(self.mean, part, right, mask, mask_j) for part, mask in zip(left.split(rows, 2), masks)]
-        return z + join(means, 1)
+        means = [checkpointed(self.mean, part, right, mask, mask_j) for part, mask in zip(left.split(rows, 2), masks)]
+        return z + concat(means, 1)
 
     def mean(self, left: Tensor, right: Tensor, mask_i: Tensor | None, mask_j: Tensor | None) -> Tensor:
         total = self.out(torch.einsum("bsid,bsje->bijde", left, right).flatten(-2))
@@ -376,7 +375,7 @@ class TriangleUpdate(nn.Module):
         self.out = Linear(hidden, c_z, bias=version == 2, start="zero")
 
     def forward(self, z: Tensor, product: Tensor, gate: Tensor, keep: Tensor | None = None) -> Tensor:
-        return add(z, self.out(self.norm(product)) * gate, keep)
+        return residual(z, self.out(self.norm(product)) * gate, keep)
 
 
 class TriangleMultiplication(nn.Module):
@@ -421,7 +420,7 @@ class TriangleAttend(nn.Module):
             x, mask = x.transpose(1, 2), None if mask is None else mask.transpose(1, 2)
             bias = bias.transpose(1, 2) if self.transposed else bias
         y = self.attention(x, bias, mask)
-        return add(z, y.transpose(1, 2) if self.end else y, keep)
+        return residual(z, y.transpose(1, 2) if self.end else y, keep)
 
 
 class TriangleAttention(nn.Module):

@@ -8,7 +8,7 @@ The alignment m (b s r c) is used in the first few blocks only; single residues 
 updates the alignment, which AlphaFold 3 does not need. Each recycled pass (``recycles``) starts from the previous
 pass's pairs and residues; only the last pass has gradients.
 
-Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
+Letters: `zoo/protein/__init__.py`.
 """
 
 from dataclasses import dataclass

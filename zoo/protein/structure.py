@@ -7,7 +7,7 @@ is independent of the axes of space. Side chains are not predicted.
 
 Jumper et al. 2021, supplement, algorithms 20 to 23, 28 and 29.
 
-Letters: b batch, l iterations, r residues, i j residues of a pair, c d channels, h heads, p points, x y axes of space.
+Letters: `zoo/protein/__init__.py`.
 """
 
 import math
@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from zoo.protein.distogram import distances
-from zoo.protein.layers import CHUNK, MASKED, Linear, join, recomputed
+from zoo.protein.layers import CHUNK, MASKED, Linear, checkpointed, concat
 
 __all__ = ["IDEAL", "StructureModule", "backbone", "frames_of", "lddt_of_residues"]
 
@@ -60,20 +60,20 @@ class InvariantPointAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         k, v = rearrange(self.kv(context), "b j (h p e) -> p b h j e", p=2, h=self.heads)
         near = rearrange(self.kv_points(context), "b j (x h p) -> b j (h p) x", x=3, h=self.heads)
-        near = rearrange(placed(near, rotations, translations), "b j (h p) x -> b h j p x", h=self.heads)
+        near = rearrange(to_global(near, rotations, translations), "b j (h p) x -> b h j p x", h=self.heads)
         k_points, v_points = near.split([self.points, self.value_points], 3)
         rows = max(1, self.chunk // (len(s) * self.heads * context.shape[1]))
         parts = zip(*(x.split(rows, 1) for x in (s, pair, rotation, translation)))
-        return join([recomputed(self.rows, *part, k, v, k_points, v_points, mask) for part in parts], 1)
+        return concat([checkpointed(self.attend_rows, *part, k, v, k_points, v_points, mask) for part in parts], 1)
 
-    def rows(
+    def attend_rows(
         self, s: Tensor, pair: Tensor, rotation: Tensor, translation: Tensor, k: Tensor, v: Tensor, k_points: Tensor,
         v_points: Tensor, mask: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The attention of some of the residues s to the keys and values (b h j ...) of all residues."""
         q = rearrange(self.q(s), "b i (h e) -> b h i e", h=self.heads)
         points = rearrange(self.q_points(s), "b i (x h p) -> b i (h p) x", x=3, h=self.heads)
-        points = rearrange(placed(points, rotation, translation), "b i (h p) x -> b h i (p x)", h=self.heads)
+        points = rearrange(to_global(points, rotation, translation), "b i (h p) x -> b h i (p x)", h=self.heads)
         others = k_points.flatten(3)
         apart = points.square().sum(-1)[..., None] + others.square().sum(-1)[..., None, :] - 2 * points @ others.mT
         weight = F.softplus(self.near.to(apart.dtype)) * (2 / (9 * self.points)) ** 0.5
@@ -91,12 +91,12 @@ class InvariantPointAttention(nn.Module):
         return s + self.out(torch.cat([x.to(s.dtype) for x in (*found, of_pairs.flatten(2))], -1))
 
 
-def placed(points: Tensor, rotation: Tensor, translation: Tensor) -> Tensor:
+def to_global(points: Tensor, rotation: Tensor, translation: Tensor) -> Tensor:
     """Points (b r p x) in the frames of their residues -> their positions in space."""
     return torch.einsum("bryx,brpx->brpy", rotation, points.to(rotation.dtype)) + translation[:, :, None]
 
 
-class Move(nn.Module):
+class BackboneUpdate(nn.Module):
     """The transition of s (b r c) after attention, and a step of each frame in its coordinates (algorithms 20, 23)."""
 
     def __init__(self, c_s: int, dropout: float):
@@ -129,7 +129,7 @@ def rotation_of(turn: Tensor) -> Tensor:
     return torch.stack(rows, -1).unflatten(-1, (3, 3))
 
 
-class Begin(nn.Module):
+class InitialFrames(nn.Module):
     """Norm and projection of s (b r c); all frames at the origin."""
 
     def __init__(self, c_s: int):
@@ -169,9 +169,9 @@ class StructureModule(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.iterations = iterations
-        self.begin, self.pair_norm = Begin(c_s), nn.LayerNorm(c_z)
+        self.begin, self.pair_norm = InitialFrames(c_s), nn.LayerNorm(c_z)
         self.attend = InvariantPointAttention(c_s, c_z, heads, head_dim, points, value_points, chunk)
-        self.move = Move(c_s, dropout)
+        self.move = BackboneUpdate(c_s, dropout)
         self.confidence = Confidence(c_s)
 
     @classmethod
@@ -262,16 +262,16 @@ class FrameAlignedPointError(nn.Module):
         true_points: Tensor, seen: Tensor, weight: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         count = seen.sum(-1)[:, None].clamp(min=1)
-        aim = local(true_rotation, true_translation, true_points)
+        aim = to_local(true_rotation, true_translation, true_points)
         errors = []
         for r, t, p in zip(rotation.unbind(1), translation.unbind(1), points.unbind(1)):
-            off = ((local(r, t, p) - aim).square().sum(-1) + 1e-4).sqrt()
+            off = ((to_local(r, t, p) - aim).square().sum(-1) + 1e-4).sqrt()
             off = 0.9 * off.clamp(max=10) + 0.1 * off
             errors.append((off * seen[:, None]).sum(-1) / (UNIT * count))
         return 0.5 * errors[-1] + 0.5 * torch.stack(errors).mean(0), weight
 
 
-def local(rotation: Tensor, translation: Tensor, points: Tensor) -> Tensor:
+def to_local(rotation: Tensor, translation: Tensor, points: Tensor) -> Tensor:
     """Points (b j 3) in the coordinates of frames (b i 3 3), (b i 3): (b i j 3)."""
     return torch.einsum("biyx,bijy->bijx", rotation, points[:, None] - translation[:, :, None])
 
@@ -290,10 +290,10 @@ class ConfidenceEntropy(nn.Module):
         with torch.no_grad():
             found = lddt_of_residues(points, all_points, true, all_true, seen)
             target = (found * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
-            told = neighbours(true, all_true, seen).any(-1)  # lDDT is undefined without neighbours
+            defined = neighbours(true, all_true, seen).any(-1)  # lDDT is undefined without neighbours
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-        return self.scale * loss.view(target.shape) * told, weight
+        return self.scale * loss.view(target.shape) * defined, weight
 
 
 class ExpectedLddt(nn.Module):

@@ -4,8 +4,7 @@ Each template passes separately through a narrow stack of pair blocks; the mean 
 z (b i j c): the TemplateEmbedder of AlphaFold 3 (Abramson et al. 2024, supplement, algorithm 16). Templates are
 processed one after another, so that no tensor is larger than the pairs.
 
-Letters: b batch, n templates, r residues, i j residues of a pair, a atoms (N, CA, C and the contact atom), x axes of
-space, c d channels, k m numbers of a residue.
+Letters: `zoo/protein/__init__.py`; m numbers of a residue.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """The steps that the trunks of AlphaFold 2 and 3 share: embeddings, templates, recycled pairs, and the heads.
 
-Letters: b batch, n templates, s rows of the alignment, r residues, i j residues of a pair, c channels, k features of a
-pair.
+Letters: `zoo/protein/__init__.py`.
 """
 
 from dataclasses import dataclass
