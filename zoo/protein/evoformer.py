@@ -18,21 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo.layers import expect
+from zoo.protein.alignment_layers import OUTER, ColumnAttention, GlobalColumnAttention, OuterProductMean, RowAttention
 from zoo.protein.embedding import MSAEmbed, Prediction, Recycle, RecycleTarget, Structure, check_widths, protein_inputs
-from zoo.protein.layers import (
-    OUTER,
-    PAIR,
-    ColumnAttention,
-    GlobalColumnAttention,
-    Linear,
-    OuterProductMean,
-    PairBias,
-    PairBlock,
-    RowAttention,
-    SharedDropout,
-    Transition,
-    prefixed,
-)
+from zoo.protein.layers import Linear, PairBias, SharedDropout, Transition, prefixed
+from zoo.protein.pair_layers import PAIR, PairBlock
 from zoo.protein.trunk import Trunk, TrunkConfig
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -17,20 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.protein.alignment_layers import OUTER, OuterProductMean, PairWeightedAveraging
 from zoo.protein.embedding import CLASSES, Prediction, Recycle, Structure, check_widths
-from zoo.protein.layers import (
-    OUTER,
-    PAIR,
-    OneHot,
-    OuterProductMean,
-    PairBias,
-    PairBlock,
-    PairWeightedAveraging,
-    SharedDropout,
-    SingleAttention,
-    Transition,
-    prefixed,
-)
+from zoo.protein.layers import OneHot, PairBias, SharedDropout, Transition, prefixed
+from zoo.protein.pair_layers import PAIR, PairBlock, SingleAttention
 from zoo.protein.trunk import Trunk, TrunkConfig
 
 SIZES: dict[str, dict[str, Any]] = {

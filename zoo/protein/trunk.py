@@ -25,7 +25,8 @@ from zoo.protein.embedding import (
     check_masks,
     protein_inputs,
 )
-from zoo.protein.layers import CHUNK, DAP, prefixed
+from zoo.protein.layers import CHUNK, prefixed
+from zoo.protein.pair_layers import DAP
 from zoo.protein.structure import STRUCTURE, InvariantPointAttention, StructureModule
 from zoo.protein.templates import TEMPLATES, TemplateEmbedder, check_given, check_templates, template_inputs
 
@@ -65,7 +66,7 @@ class Trunk(nn.Module):
     its pair blocks, which have other layouts under dynamic axial parallelism (``dap``).
     """
 
-    recycle_pair: Recycle  # of each trunk
+    recycle_pair: Recycle  # each trunk makes it
 
     def __init__(self, config: Any, inputs: str, stages: dict[str, str], pair_stacks: list[str]):
         super().__init__()
