@@ -47,13 +47,13 @@ def scan(
     if kernel is not None:
         return kernel(per_head(q, v.shape[2]), per_head(k, v.shape[2]), v, log_decay)
     dtype = v.dtype
-    q, k, v, log_decay = (full(x) for x in (q, k, v, log_decay))
+    q, k, v, log_decay = (at_least_float32(x) for x in (q, k, v, log_decay))
     if log_decay.ndim == 3:
         y = scalar_scan(q, k, v, log_decay, chunk or SCALAR_CHUNK)
     elif v.shape[-1] == 1 and bonus is None:
         y = state_scan(q, k, v, log_decay, chunk or STATE_CHUNK)
     else:
-        y = vector_scan(q, k, v, log_decay, None if bonus is None else full(bonus), chunk or VECTOR_CHUNK)
+        y = vector_scan(q, k, v, log_decay, None if bonus is None else at_least_float32(bonus), chunk or VECTOR_CHUNK)
     return y.to(dtype)
 
 
@@ -201,7 +201,7 @@ def per_head(x: Tensor, heads: int) -> Tensor:
     return x[..., None, :].expand(*x.shape[:-1], heads // x.shape[2], -1).flatten(2, 3)
 
 
-def full(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """Convert half precision to float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

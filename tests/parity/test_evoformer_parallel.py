@@ -14,7 +14,7 @@ import zoo
 from tests.support.beside import beside
 from tests.support.evoformer_cases import CASES, build, inputs
 from tests.support.slow import long, slow_but
-from zoo.protein import layers
+from zoo.protein import layers, pair_layers
 
 LINEAR = "no blocks"
 every_case = pytest.mark.parametrize("case", CASES)
@@ -37,7 +37,7 @@ def test_outputs_and_every_gradient(mesh: DeviceMesh, case: str) -> None:
 
 def dropped(mesh: DeviceMesh) -> Tensor:
     torch.manual_seed(7 + mesh.get_local_rank())
-    block = layers.PairBlock(8, 6, 2, 4, 2, dropout=0.5, version=3, chunk=layers.CHUNK).double()
+    block = pair_layers.PairBlock(8, 6, 2, 4, 2, dropout=0.5, version=3, chunk=layers.CHUNK).double()
     for p in block.parameters():
         nn.init.ones_(p)
     for p in block.transition.parameters():
@@ -45,7 +45,7 @@ def dropped(mesh: DeviceMesh) -> Tensor:
     for part in (block.incoming.update, block.start.attend, block.end.attend):
         nn.init.zeros_(part.out.weight if hasattr(part, "out") else part.attention.out.weight)
     z = torch.arange(7 * 7 * 8, dtype=torch.float64).view(1, 7, 7, 8).sin()
-    dsp.parallelize(block, mesh, {"": "z=b i j c -> b i j c", **layers.PAIR})
+    dsp.parallelize(block, mesh, {"": "z=b i j c -> b i j c", **pair_layers.PAIR})
     return (block(z) - z).detach()
 
 
@@ -172,7 +172,7 @@ def test_chunks_change_nothing(chunk: int) -> None:
 
 def test_no_logits_are_kept() -> None:
     saved = []
-    attention = layers.TriangleAttention(8, 2, 4, "start", 2, chunk=2 * 32 * 32)
+    attention = pair_layers.TriangleAttention(8, 2, 4, "start", 2, chunk=2 * 32 * 32)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         attention(torch.randn(1, 32, 32, 8)).sum()
     assert max(saved) < 32**3

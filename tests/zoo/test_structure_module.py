@@ -19,13 +19,12 @@ from zoo.data.protein.structure import read_structure
 from zoo.data.protein.write import write_structure
 from zoo.protein.metrics import distance_lddt, rmsd
 from zoo.protein.structure import (
-    FrameAlignedPointError,
     StructureModule,
     backbone,
     frames_of,
-    lddt_of_residues,
     rotation_of,
 )
+from zoo.protein.structure_losses import FrameAlignedPointError, lddt_of_residues
 from zoo.protein.structure_weights import from_reference
 from zoo.training.show.protein import bonded
 from zoo.training.tasks.protein import structure_inputs

@@ -9,8 +9,8 @@ The value of a pixel is predicted from all previous values, in the order channel
 Each channel is a slice; slices share weights. An image of one channel needs no exterior. The paper trains on one slice
 of an image per step; here all slices are computed.
 
-Images are sampled as in the paper: `Drawing` caches the exterior of a channel and the outer blocks of every row above,
-so that a value takes only the inner blocks of its row.
+Images are sampled as in the paper: `SamplingCache` has the exterior of a channel and the outer blocks of every row
+above, so that a value takes only the inner blocks of its row.
 
 Sizes of the authors' code (google-research/axial), for images of three channels with 256 levels:
 
@@ -27,12 +27,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
-from zoo.attention import SelfAttention, attend
-from zoo.layers import MLP, expect, truncated_normal
+from zoo.image.axial_layers import (
+    Block,
+    ColumnCache,
+    Convolution,
+    Logits,
+    Positions,
+    Previous,
+    RowColumn,
+    SamplingCache,
+    Shift,
+)
+from zoo.layers import expect, truncated_normal
 
 SIZES: dict[str, dict[str, Any]] = {
     "imagenet32": {"hidden": 1536, "dropout": 0.04},
@@ -74,143 +82,6 @@ class Config:
                 raise ValueError(f"{name}={getattr(self, name)}: take at least 1")
 
 
-class Block(nn.Module):
-    """Attention along one axis of (n h w d) and an MLP, each behind a norm: ``"row"`` or ``"column"``."""
-
-    def __init__(self, config: Config, along: str, causal: bool):
-        super().__init__()
-        dim = config.hidden
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attention = SelfAttention(dim, config.heads, {"column": "t", "row": "s"}[along], causal=causal)
-        self.mlp = MLP(dim, config.mlp * dim, activation=QuickGELU())
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor, above: "Above | None" = None) -> Tensor:
-        """above: the block's cache of the rows above; x is then a single row."""
-        normed = self.norm_attention(x)
-        x = x + self.dropout(self.attention(normed) if above is None else above.attend(self.attention, normed))
-        return x + self.dropout(self.mlp(self.norm_mlp(x)))
-
-
-class QuickGELU(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
-
-
-class Pair(nn.Module):
-    """A block along rows, not causal, and a block along columns."""
-
-    def __init__(self, config: Config, causal: bool):
-        super().__init__()
-        self.row = Block(config, "row", causal=False)
-        self.column = Block(config, "column", causal)
-
-    def forward(self, x: Tensor, above: "Above | None" = None) -> Tensor:
-        return self.column(self.row(x), above)
-
-
-class Above:
-    """The cache of one causal block along columns: keys and values of the rows above, extended row by row."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def attend(self, attention: SelfAttention, x: Tensor) -> Tensor:
-        """The attention of a row (n 1 w d) to itself and to all previous rows."""
-        q, k, v = rearrange(attention.qkv(x), "n 1 w (kind h e) -> kind (n w) 1 h e", kind=3, h=attention.heads)
-        self.keys.append(k)
-        self.values.append(v)
-        y = attend(q, torch.cat(self.keys, dim=1), torch.cat(self.values, dim=1))
-        return attention.out(rearrange(y, "(n w) 1 h e -> n 1 w (h e)", n=len(x)))
-
-
-class Drawing:
-    """The cache of a forward while a batch of images is sampled.
-
-    channel, row: position of the next value. known (b h w d): features of the channel from the label and previous
-    channels; above: for each outer block, its cache of the rows above; seen (b 1 w d): the outer result for the row.
-    """
-
-    def __init__(self) -> None:
-        self.channel = self.row = -1
-        self.known: Tensor | None = None
-        self.above: list[Above] = []
-        self.seen: Tensor | None = None
-
-
-class Positions(nn.Module):
-    """Add a row vector and a column vector to every pixel of (n h w d)."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.row = nn.Parameter(torch.empty(config.height, config.hidden))
-        self.column = nn.Parameter(torch.empty(config.width, config.hidden))
-
-    def forward(self, x: Tensor, first: int = 0) -> Tensor:
-        # one after the other: their sum would be as large as x
-        return x + self.row[first : first + x.shape[1], None] + self.column[: x.shape[2]]
-
-
-class Shift(nn.Module):
-    """Move (n h w d) one row down or one column to the right: zeros enter, the last row or column is dropped."""
-
-    def __init__(self, towards: str):
-        super().__init__()
-        self.padding = {"down": (0, 0, 0, 0, 1, -1), "right": (0, 0, 1, -1)}[towards]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x, self.padding)
-
-
-def neighbours(x: Tensor, dim: int) -> Tensor:
-    """Every place of (n h w e) with the places before and after it: (n h w (3 e)), zeros beyond the edge."""
-    padding = (0, 0, 0, 0, 1, 1) if dim == 1 else (0, 0, 1, 1)
-    return torch.cat([F.pad(x, padding).narrow(dim, i, x.shape[dim]) for i in range(3)], dim=-1)
-
-
-class Previous(nn.Module):
-    """Features of every channel of an image (b c h w) from previous channels, with the rows above and below.
-
-    For a channel, (2 c) numbers: the values of previous channels, scaled to 0 to 1, zeros for the others, and the
-    channel's number, one-hot. Three rows together are ((b c) h w e).
-    """
-
-    def __init__(self, levels: int):
-        super().__init__()
-        self.levels = levels
-
-    def forward(self, image: Tensor, dtype: torch.dtype) -> Tensor:
-        channels = image.shape[1]
-        numbers = torch.arange(channels, device=image.device)
-        values = image[:, None].to(dtype) / (self.levels - 1) * (numbers < numbers[:, None])[:, :, None, None]
-        which = (numbers == numbers[:, None])[:, :, None, None].expand_as(values)
-        known = torch.cat([values, which.to(dtype)], dim=2)
-        return neighbours(known.flatten(0, 1).movedim(1, -1), dim=1)
-
-
-class Convolution(nn.Module):
-    """The second half of a convolution of 3 x 3 pixels: (n h w e), which has three rows, to (n h w d)."""
-
-    def __init__(self, channels: int, dim: int):
-        super().__init__()
-        self.linear = nn.Linear(9 * channels, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(neighbours(x, dim=2))
-
-
-class Logits(nn.Module):
-    """Norm and linear layer, (n h w d) -> (n h w k)."""
-
-    def __init__(self, dim: int, levels: int):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(dim), nn.Linear(dim, levels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x))
-
-
 class AxialImage(nn.Module):
     """``forward(image, label=None)``
 
@@ -245,10 +116,10 @@ class AxialImage(nn.Module):
             self.previous = Previous(config.levels)
             self.convolution = Convolution(2 * config.channels, dim)
             self.exterior_positions = Positions(config)
-            self.exterior = nn.ModuleList(Pair(config, causal=False) for _ in range(config.exterior // 2))
+            self.exterior = nn.ModuleList(RowColumn(config, causal=False) for _ in range(config.exterior // 2))
         self.embed = nn.Embedding(config.levels, dim)
         self.positions = Positions(config)
-        self.outer = nn.ModuleList(Pair(config, causal=True) for _ in range(config.outer // 2))
+        self.outer = nn.ModuleList(RowColumn(config, causal=True) for _ in range(config.outer // 2))
         self.down, self.right = Shift("down"), Shift("right")
         self.inner = nn.ModuleList(Block(config, "row", causal=True) for _ in range(config.inner))
         self.logits = Logits(dim, config.levels)
@@ -259,7 +130,7 @@ class AxialImage(nn.Module):
         image: Tensor,
         label: Tensor | None = None,
         at: tuple[int, int] | None = None,
-        drawing: Drawing | None = None,
+        drawing: SamplingCache | None = None,
     ) -> Tensor:
         config = self.config
         expect("label", label, self.label is not None, f"num_classes={config.num_classes}")
@@ -270,54 +141,54 @@ class AxialImage(nn.Module):
                 f"height={config.height}, width={config.width} takes as many channels and at most as many pixels"
             )
         if at is not None and drawing is not None:
-            return self.row(image, label, at, drawing)
-        known = self.known(image, label)
+            return self.row_logits(image, label, at, drawing)
+        context = self.context(image, label)
         pixels = self.embed(image.flatten(0, 1))
-        above = self.positions(pixels) if known is None else self.positions(pixels) + known
+        above = self.positions(pixels) if context is None else self.positions(pixels) + context
         for pair in self.outer:
             above = pair(above)
         x = self.positions(self.right(pixels) + self.down(above))
-        if known is not None:
-            x = x + known
+        if context is not None:
+            x = x + context
         for block in self.inner:
             x = block(x)
         return self.logits(x).unflatten(0, (b, c))
 
-    def known(self, image: Tensor, label: Tensor | None) -> Tensor | None:
+    def context(self, image: Tensor, label: Tensor | None) -> Tensor | None:
         """Features of every channel from the label and previous channels, ((b c) h w d)."""
         c = image.shape[1]
-        known = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
+        context = None if self.label is None else self.label(label).repeat_interleave(c, dim=0)[:, None, None]
         if c > 1:
             x = self.exterior_positions(self.convolution(self.previous(image, self.logits.linear.weight.dtype)))
-            known = x if known is None else x + known
+            context = x if context is None else x + context
             for pair in self.exterior:
-                known = pair(known)
-        return known
+                context = pair(context)
+        return context
 
-    def drawing(self) -> Drawing:
+    def drawing(self) -> SamplingCache:
         """An empty cache, for faster sampling by ``zoo.image.autoregressive.sample``."""
-        return Drawing()
+        return SamplingCache()
 
-    def row(self, image: Tensor, label: Tensor | None, at: tuple[int, int], drawing: Drawing) -> Tensor:
+    def row_logits(self, image: Tensor, label: Tensor | None, at: tuple[int, int], drawing: SamplingCache) -> Tensor:
         """The logits (b w k) of the row ``at`` (channel, row), in an image whose previous values are sampled.
 
         A channel's exterior is computed at its first row, the outer blocks of a row when the next row begins.
         """
         channel, row = at
         if channel != drawing.channel:
-            known = self.known(image, label)
+            context = self.context(image, label)
             drawing.channel, drawing.row, drawing.seen = channel, -1, None
-            drawing.known = None if known is None else known.unflatten(0, (len(image), -1))[:, channel]
-            drawing.above = [Above() for _ in self.outer]
+            drawing.context = None if context is None else context.unflatten(0, (len(image), -1))[:, channel]
+            drawing.above = [ColumnCache() for _ in self.outer]
         if row != drawing.row and row > 0:
-            above = self.told(self.positions(self.pixels(image, channel, row - 1), row - 1), row - 1, drawing)
+            above = self.add_context(self.positions(self.pixels(image, channel, row - 1), row - 1), row - 1, drawing)
             for pair, rows in zip(self.outer, drawing.above):
                 above = pair(above, rows)
             drawing.seen = above
         drawing.row = row
         x = self.right(self.pixels(image, channel, row))
         x = self.positions(x if drawing.seen is None else x + drawing.seen, row)
-        x = self.told(x, row, drawing)
+        x = self.add_context(x, row, drawing)
         for block in self.inner:
             x = block(x)
         return self.logits(x)[:, 0]
@@ -325,10 +196,10 @@ class AxialImage(nn.Module):
     def pixels(self, image: Tensor, channel: int, row: int) -> Tensor:
         return self.embed(image[:, channel, row : row + 1])
 
-    def told(self, x: Tensor, row: int, drawing: Drawing) -> Tensor:
+    def add_context(self, x: Tensor, row: int, drawing: SamplingCache) -> Tensor:
         """A row (b 1 w d) plus its features from the label and previous channels."""
-        known = drawing.known
-        return x if known is None else x + (known if known.shape[1] == 1 else known[:, row : row + 1])
+        context = drawing.context
+        return x if context is None else x + (context if context.shape[1] == 1 else context[:, row : row + 1])
 
     @torch.no_grad()
     def init_weights(self) -> None:

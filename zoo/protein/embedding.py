@@ -3,7 +3,7 @@
 Tokens are 0 to 22: the twenty amino acids, unknown, gap, masked. Except for couplings, no input has r² elements: pairs
 are embedded from two copies of the residues (b r k), as i and as j.
 
-Letters: b batch, s rows of the alignment, r residues, i j residues of a pair, c channels, k numbers of a residue.
+Letters: `zoo/protein/__init__.py`.
 """
 
 import math
@@ -123,7 +123,7 @@ class Sum(nn.Module):
         return x + y
 
 
-class Told(nn.Module):
+class CouplingHead(nn.Module):
     """Features of pairs (b i j k) -> logits of distances (b i j v): a linear map plus one with a hidden layer.
 
     The hidden layer reads a pair's surroundings: an isolated strong coupling, a weak coupling in a line of others.
@@ -150,7 +150,7 @@ class Heads(nn.Module):
         super().__init__()
         self.token = Linear(c_m, CLASSES, start="zero")
         self.distance = Linear(c_z, bins, start="zero")
-        self.told = Told(features, bins) if features else None
+        self.told = CouplingHead(features, bins) if features else None
         self.both = Sum()
 
     def forward(self, m: Tensor, z: Tensor, feature: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ deeper alignment; only its pairs are kept. ``opm_first`` moves the outer product
 AF-Multimer. Each recycled pass (``recycles``) starts from the pairs and the alignment's first row as the previous pass
 left them; only the last pass has gradients.
 
-Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
+Letters: `zoo/protein/__init__.py`.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo.layers import expect
+from zoo.protein.alignment_layers import OUTER, ColumnAttention, GlobalColumnAttention, OuterProductMean, RowAttention
 from zoo.protein.embedding import MSAEmbed, Prediction, Recycle, RecycleTarget, Structure, check_widths, protein_inputs
-from zoo.protein.layers import (
-    OUTER,
-    PAIR,
-    ColumnAttention,
-    GlobalColumnAttention,
-    Linear,
-    OuterProductMean,
-    PairBias,
-    PairBlock,
-    RowAttention,
-    SharedDropout,
-    Transition,
-    prefixed,
-)
+from zoo.protein.layers import Linear, PairBias, SharedDropout, Transition, prefixed
+from zoo.protein.pair_layers import PAIR, PairBlock
 from zoo.protein.trunk import Trunk, TrunkConfig
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zoo.protein.distogram import BINS, CONTACT, edges
 from zoo.protein.embedding import CLASSES
-from zoo.protein.structure import STRUCTURE_LOSSES, ConfidenceEntropy, FrameAlignedPointError
+from zoo.protein.structure_losses import STRUCTURE_LOSSES, ConfidenceEntropy, FrameAlignedPointError
 
 __all__ = ["Frequencies", "ProteinObjective"]
 

@@ -8,7 +8,7 @@ The alignment m (b s r c) is used in the first few blocks only; single residues 
 updates the alignment, which AlphaFold 3 does not need. Each recycled pass (``recycles``) starts from the previous
 pass's pairs and residues; only the last pass has gradients.
 
-Letters: b batch, s rows of the alignment, r residues, i j k residues of a pair, c channels, h heads, v classes.
+Letters: `zoo/protein/__init__.py`.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.protein.alignment_layers import OUTER, OuterProductMean, PairWeightedAveraging
 from zoo.protein.embedding import CLASSES, Prediction, Recycle, Structure, check_widths
-from zoo.protein.layers import (
-    OUTER,
-    PAIR,
-    OneHot,
-    OuterProductMean,
-    PairBias,
-    PairBlock,
-    PairWeightedAveraging,
-    SharedDropout,
-    SingleAttention,
-    Transition,
-    prefixed,
-)
+from zoo.protein.layers import OneHot, PairBias, SharedDropout, Transition, prefixed
+from zoo.protein.pair_layers import PAIR, PairBlock, SingleAttention
 from zoo.protein.trunk import Trunk, TrunkConfig
 
 SIZES: dict[str, dict[str, Any]] = {

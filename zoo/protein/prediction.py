@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zoo.protein.distogram import contact_probability, expected_distance
-from zoo.protein.structure import ExpectedLddt
+from zoo.protein.structure_losses import ExpectedLddt
 
 __all__ = ["Contacts", "Fold", "Predictor"]
 

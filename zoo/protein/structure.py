@@ -7,7 +7,7 @@ is independent of the axes of space. Side chains are not predicted.
 
 Jumper et al. 2021, supplement, algorithms 20 to 23, 28 and 29.
 
-Letters: b batch, l iterations, r residues, i j residues of a pair, c d channels, h heads, p points, x y axes of space.
+Letters: `zoo/protein/__init__.py`.
 """
 
 import math
@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from zoo.protein.distogram import distances
-from zoo.protein.layers import CHUNK, MASKED, Linear, join, recomputed
+from zoo.protein.layers import CHUNK, MASKED, Linear, checkpointed, concat
 
-__all__ = ["IDEAL", "StructureModule", "backbone", "frames_of", "lddt_of_residues"]
+__all__ = ["IDEAL", "StructureModule", "backbone", "frames_of"]
 
 UNIT = 10.0  # Å: the unit of translations inside the module
 LDDT_BINS = 50
@@ -60,20 +59,20 @@ class InvariantPointAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         k, v = rearrange(self.kv(context), "b j (h p e) -> p b h j e", p=2, h=self.heads)
         near = rearrange(self.kv_points(context), "b j (x h p) -> b j (h p) x", x=3, h=self.heads)
-        near = rearrange(placed(near, rotations, translations), "b j (h p) x -> b h j p x", h=self.heads)
+        near = rearrange(to_global(near, rotations, translations), "b j (h p) x -> b h j p x", h=self.heads)
         k_points, v_points = near.split([self.points, self.value_points], 3)
         rows = max(1, self.chunk // (len(s) * self.heads * context.shape[1]))
         parts = zip(*(x.split(rows, 1) for x in (s, pair, rotation, translation)))
-        return join([recomputed(self.rows, *part, k, v, k_points, v_points, mask) for part in parts], 1)
+        return concat([checkpointed(self.attend_rows, *part, k, v, k_points, v_points, mask) for part in parts], 1)
 
-    def rows(
+    def attend_rows(
         self, s: Tensor, pair: Tensor, rotation: Tensor, translation: Tensor, k: Tensor, v: Tensor, k_points: Tensor,
         v_points: Tensor, mask: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The attention of some of the residues s to the keys and values (b h j ...) of all residues."""
         q = rearrange(self.q(s), "b i (h e) -> b h i e", h=self.heads)
         points = rearrange(self.q_points(s), "b i (x h p) -> b i (h p) x", x=3, h=self.heads)
-        points = rearrange(placed(points, rotation, translation), "b i (h p) x -> b h i (p x)", h=self.heads)
+        points = rearrange(to_global(points, rotation, translation), "b i (h p) x -> b h i (p x)", h=self.heads)
         others = k_points.flatten(3)
         apart = points.square().sum(-1)[..., None] + others.square().sum(-1)[..., None, :] - 2 * points @ others.mT
         weight = F.softplus(self.near.to(apart.dtype)) * (2 / (9 * self.points)) ** 0.5
@@ -91,12 +90,12 @@ class InvariantPointAttention(nn.Module):
         return s + self.out(torch.cat([x.to(s.dtype) for x in (*found, of_pairs.flatten(2))], -1))
 
 
-def placed(points: Tensor, rotation: Tensor, translation: Tensor) -> Tensor:
+def to_global(points: Tensor, rotation: Tensor, translation: Tensor) -> Tensor:
     """Points (b r p x) in the frames of their residues -> their positions in space."""
     return torch.einsum("bryx,brpx->brpy", rotation, points.to(rotation.dtype)) + translation[:, :, None]
 
 
-class Move(nn.Module):
+class BackboneUpdate(nn.Module):
     """The transition of s (b r c) after attention, and a step of each frame in its coordinates (algorithms 20, 23)."""
 
     def __init__(self, c_s: int, dropout: float):
@@ -129,7 +128,7 @@ def rotation_of(turn: Tensor) -> Tensor:
     return torch.stack(rows, -1).unflatten(-1, (3, 3))
 
 
-class Begin(nn.Module):
+class InitialFrames(nn.Module):
     """Norm and projection of s (b r c); all frames at the origin."""
 
     def __init__(self, c_s: int):
@@ -169,9 +168,9 @@ class StructureModule(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.iterations = iterations
-        self.begin, self.pair_norm = Begin(c_s), nn.LayerNorm(c_z)
+        self.begin, self.pair_norm = InitialFrames(c_s), nn.LayerNorm(c_z)
         self.attend = InvariantPointAttention(c_s, c_z, heads, head_dim, points, value_points, chunk)
-        self.move = Move(c_s, dropout)
+        self.move = BackboneUpdate(c_s, dropout)
         self.confidence = Confidence(c_s)
 
     @classmethod
@@ -227,86 +226,3 @@ def backbone(rotation: Tensor, translation: Tensor, bonded: Tensor) -> Tensor:
         away = F.normalize(F.normalize(c - ca, dim=-1) + F.normalize(c - n, dim=-1), dim=-1)
         atoms[:-1, 3] = torch.where(bonded[:-1, None], c + CO * away, atoms[:-1, 3])
     return atoms
-
-
-def lddt_of_residues(points: Tensor, all_points: Tensor, true: Tensor, all_true: Tensor, seen: Tensor) -> Tensor:
-    """The lDDT (b i), 0 to 1, of points (b i 3) among all (b j 3): Mariani et al. 2013, one atom a residue.
-
-    seen (b j): the points that count. A residue without neighbours has lDDT 0.
-    """
-    counts = neighbours(true, all_true, seen)
-    off = (distances(points, all_points) - distances(true, all_true)).abs()
-    right = torch.stack([off < within for within in (0.5, 1.0, 2.0, 4.0)]).to(counts.dtype).mean(0)
-    return (right * counts).sum(-1) / counts.sum(-1).clamp(min=1)
-
-
-def neighbours(true: Tensor, all_true: Tensor, seen: Tensor) -> Tensor:
-    """1 for each other point j that was seen and is closer than 15 Å to i, else 0: (b i j)."""
-    apart = distances(true, all_true)
-    return ((apart < 15) & (apart > 0) & seen.bool()[:, None]).to(apart.dtype)
-
-
-# ------------------------------------------------------------------------------------------------------------- losses
-
-
-class FrameAlignedPointError(nn.Module):
-    """The error of points (b l j 3) in the coordinates of each frame (b l i), in units of 10 Å: algorithm 28.
-
-    The error (b i) is the mean over the points that count, ``seen`` (b j): half of it is the last iteration's, half the
-    mean of all iterations (AF2 supplement, equation 7). Errors are weighted sums, 0.9 clamped at 10 Å and 0.1 not;
-    AlphaFold clamps in nine samples of ten. The weight (b i) is returned unchanged.
-    """
-
-    def forward(
-        self, rotation: Tensor, translation: Tensor, points: Tensor, true_rotation: Tensor, true_translation: Tensor,
-        true_points: Tensor, seen: Tensor, weight: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        count = seen.sum(-1)[:, None].clamp(min=1)
-        aim = local(true_rotation, true_translation, true_points)
-        errors = []
-        for r, t, p in zip(rotation.unbind(1), translation.unbind(1), points.unbind(1)):
-            off = ((local(r, t, p) - aim).square().sum(-1) + 1e-4).sqrt()
-            off = 0.9 * off.clamp(max=10) + 0.1 * off
-            errors.append((off * seen[:, None]).sum(-1) / (UNIT * count))
-        return 0.5 * errors[-1] + 0.5 * torch.stack(errors).mean(0), weight
-
-
-def local(rotation: Tensor, translation: Tensor, points: Tensor) -> Tensor:
-    """Points (b j 3) in the coordinates of frames (b i 3 3), (b i 3): (b i j 3)."""
-    return torch.einsum("biyx,bijy->bijx", rotation, points[:, None] - translation[:, :, None])
-
-
-class ConfidenceEntropy(nn.Module):
-    """scale × cross entropy (b i) of each residue's true lDDT, from logits (b i 50); the weight (b i) is unchanged."""
-
-    def __init__(self, scale: float):
-        super().__init__()
-        self.scale = scale
-
-    def forward(
-        self, logits: Tensor, points: Tensor, all_points: Tensor, true: Tensor, all_true: Tensor, seen: Tensor,
-        weight: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        with torch.no_grad():
-            found = lddt_of_residues(points, all_points, true, all_true, seen)
-            target = (found * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
-            told = neighbours(true, all_true, seen).any(-1)  # lDDT is undefined without neighbours
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-        return self.scale * loss.view(target.shape) * told, weight
-
-
-class ExpectedLddt(nn.Module):
-    """Logits (b r 50) -> the expected lDDT (b r), 0 to 100: pLDDT."""
-
-    def forward(self, logits: Tensor) -> Tensor:
-        middles = (torch.arange(LDDT_BINS, device=logits.device) + 0.5) * (100 / LDDT_BINS)
-        return logits.float().softmax(-1) @ middles
-
-
-STRUCTURE_LOSSES = {
-    "fape": "b [l] i [x y], translation=b [l] i [x], points=b [l j x], true_rotation=b i [x y], "
-    "true_translation=b i [x], true_points=b [j x], seen=b [j], weight=b i -> b i, b i",
-    "confidence": "b i [v], points=b i [x], all_points=b [j x], true=b i [x], all_true=b [j x], seen=b [j], weight=b i "
-    "-> b i, b i",
-}

@@ -4,8 +4,7 @@ Each template passes separately through a narrow stack of pair blocks; the mean 
 z (b i j c): the TemplateEmbedder of AlphaFold 3 (Abramson et al. 2024, supplement, algorithm 16). Templates are
 processed one after another, so that no tensor is larger than the pairs.
 
-Letters: b batch, n templates, r residues, i j residues of a pair, a atoms (N, CA, C and the contact atom), x axes of
-space, c d channels, k m numbers of a residue.
+Letters: `zoo/protein/__init__.py`; m numbers of a residue.
 """
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 
 from zoo.layers import expect
 from zoo.protein.distogram import distances
-from zoo.protein.layers import CHUNK, PAIR, Linear, OneHot, PairBlock, prefixed
+from zoo.protein.layers import CHUNK, Linear, OneHot, prefixed
+from zoo.protein.pair_layers import PAIR, PairBlock
 from zoo.protein.structure import frames_of
 
 __all__ = ["TEMPLATES", "TemplateEmbedder", "check_given", "check_templates", "template_inputs"]

@@ -1,7 +1,6 @@
 """The steps that the trunks of AlphaFold 2 and 3 share: embeddings, templates, recycled pairs, and the heads.
 
-Letters: b batch, n templates, s rows of the alignment, r residues, i j residues of a pair, c channels, k features of a
-pair.
+Letters: `zoo/protein/__init__.py`.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from zoo.protein.embedding import (
     check_masks,
     protein_inputs,
 )
-from zoo.protein.layers import CHUNK, DAP, prefixed
+from zoo.protein.layers import CHUNK, prefixed
+from zoo.protein.pair_layers import DAP
 from zoo.protein.structure import STRUCTURE, InvariantPointAttention, StructureModule
 from zoo.protein.templates import TEMPLATES, TemplateEmbedder, check_given, check_templates, template_inputs
 
@@ -66,7 +66,7 @@ class Trunk(nn.Module):
     its pair blocks, which have other layouts under dynamic axial parallelism (``dap``).
     """
 
-    recycle_pair: Recycle  # of each trunk
+    recycle_pair: Recycle  # each trunk makes it
 
     def __init__(self, config: Any, inputs: str, stages: dict[str, str], pair_stacks: list[str]):
         super().__init__()

@@ -116,9 +116,9 @@ class Pipeline:
         cells = user_error(self.codec.latent_shape, *pixels)
         with watch("text"):
             prompt = on_first_rank(lambda: user_error(self._captions, options))
-        prompt.told |= (sizes := self.published.sizes(len(options.prompt), pixels, options.fps))
-        if prompt.none is not None:
-            prompt.none |= sizes
+        prompt.cond |= (sizes := self.published.sizes(len(options.prompt), pixels, options.fps))
+        if prompt.uncond is not None:
+            prompt.uncond |= sizes
         if options.first_frame is not None:
             with watch("encoding"):
                 image = options.first_frame

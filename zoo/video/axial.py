@@ -15,8 +15,7 @@ training they reduce over the batch and all axes, the sharded one included, whic
 The paper has no sizes for this model. S and XL have the widths of DiT and, in sequential order, DiT's number of blocks
 (XL one less).
 
-Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h w its rows and columns of
-patches (s in one dim), c hidden channels, k values of a patch, e channels of a conditioning vector.
+Letters: `zoo/video/__init__.py`; y x latent cells of a frame, h w its rows and columns of patches.
 """
 
 from dataclasses import dataclass

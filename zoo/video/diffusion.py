@@ -4,12 +4,12 @@ Letters: b samples, c channels, t frames, h w height and width. One convention f
 objective and by the sampler:
 
 Rectified flow (Liu et al. 2022; the target is that of Open-Sora 1.2): the noise level u runs from 0, data, to 1, noise,
-    x_u = (1 - u) x + u noise;  the model is told the timestep 1000 u and predicts v = x - noise = -dx_u/du.
+    x_u = (1 - u) x + u noise;  the model gets the timestep 1000 u and predicts v = x - noise = -dx_u/du.
     Sampling therefore goes from u = 1 down to 0 and *adds* v times the decrease of u.
     Levels are shifted towards noise, u -> s u / (1 + (s - 1) u), where a model was published so (Esser et al. 2024,
     arXiv 2403.03206, equation 23): the same in training and in sampling.
 IDDPM (Nichol & Dhariwal 2021, arXiv 2102.09672; Latte and Open-Sora 1.0): 1000 steps of linear variances,
-    x_s = sqrt(abar_s) x + sqrt(1 - abar_s) noise;  the model is told the step s and predicts the noise, or the velocity
+    x_s = sqrt(abar_s) x + sqrt(1 - abar_s) noise;  the model gets the step s and predicts the noise, or the velocity
     sqrt(abar_s) noise - sqrt(1 - abar_s) x (Salimans & Ho 2022, arXiv 2202.00512), and, in a second half of its
     channels, where the variance lies between its two bounds.
 
@@ -416,7 +416,7 @@ def euler(
     `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
 
     Frames where `x_mask` [b, t] is False are held: they are those of `clean` [b, c, t, h, w] from the first step to the
-    last, and the model, which must take x_mask, is told so.
+    last, and the model, which must take x_mask, gets it.
     """
     if steps < 1:
         raise ValueError(f"euler: expected steps >= 1, got {steps}")

@@ -17,9 +17,7 @@ and the layers after it are therefore separate stages. The text, which is short,
 
 ``from_reference`` loads diffusers' HunyuanVideoTransformer3DModel. The velocity is noise - x: ``flow_sign``.
 
-Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h heads, n places in the
-video (frame by frame, row by row), l text tokens, c hidden channels, e channels of a head, k values of a patch or rows
-of a modulation.
+Letters: `zoo/video/__init__.py`.
 """
 
 import math

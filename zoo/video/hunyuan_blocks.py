@@ -1,7 +1,6 @@
 """The blocks of HunyuanVideo: of two streams, video and text, of one stream, and the text's own before them.
 
-Letters: b batch, n places in the video, l text tokens, c hidden channels, h heads, e channels of a head, k values of a
-patch, rows of a modulation or hidden channels of an MLP.
+Letters: `zoo/video/__init__.py`; m hidden channels of an MLP.
 """
 
 import torch

@@ -19,8 +19,7 @@ timestep embedding, plus a label embedding with a null class. ``"text"`` is Latt
 LatteTransformer3DModel: adaLN-single, and attention to text in the spatial blocks. The fixed temporal position table is
 added before the first temporal block. ``from_reference`` loads weights of the authors or of diffusers, for variant 1.
 
-Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, l text tokens, k channels of a conditioning vector or values of a patch.
+Letters: `zoo/video/__init__.py`.
 """
 
 from dataclasses import dataclass

@@ -9,8 +9,7 @@ takes 9 rows a block; the two halves of attention in variant 4 share theirs. Hea
 variant 4 has as many weights as one of variant 1. The temporal table is added before the first temporal attention (3)
 or before the first block (4); attention to text follows the spatial attention (3) or the sum of both (4).
 
-Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, l text tokens, k channels of a conditioning vector or values of a patch.
+Letters: `zoo/video/__init__.py`.
 """
 
 from torch import Tensor, nn

@@ -13,7 +13,7 @@ and depths of S and B are those of Vision Mamba, those of L are Mamba-370M's. Pa
 ``from_reference`` loads the mixers and norms of a published Mamba, layer by layer. The rest (modulation, embeddings,
 the last layer) has no counterpart there and is initialised. ``mixer_from_reference`` loads one mixer.
 
-Letters: b batch, n positions, c channels, d inner channels, h heads, e channels of a head, k channels of the state.
+Letters: `zoo/video/__init__.py`; d inner channels.
 """
 
 import math
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.scan import full, has_data_on_cuda, scan
+from zoo.scan import at_least_float32, has_data_on_cuda, scan
 from zoo.video.scan_model import Block, Norm, ScanConfig, ScanModel
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -93,11 +93,11 @@ class Mamba1Direction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv1d(x)
         dt, B, C = self.x_proj(x).split(self.sizes, -1)
-        step, A = self.dt_proj(dt), -full(self.A_log).exp()
+        step, A = self.dt_proj(dt), -at_least_float32(self.A_log).exp()
         kernel = mamba_kernel() if has_data_on_cuda(x) and x.dtype != torch.float64 else None
         if kernel is not None:
             return by_kernel(kernel, x, step, A, B, C, self.D)
-        dt = F.softplus(full(step))
+        dt = F.softplus(at_least_float32(step))
         y = scan(C[:, :, None], B[:, :, None], (dt * x).to(x.dtype)[..., None], dt[..., None] * A)
         return y[..., 0] + self.D * x
 
@@ -171,7 +171,7 @@ class Mamba2Direction(nn.Module):
         x, B, C = self.conv1d(xbc).split(self.sizes, -1)
         x = x.unflatten(-1, (self.heads, -1))
         B, C = (y.unflatten(-1, (self.groups, -1)) for y in (B, C))
-        dt, A = F.softplus(full(dt + self.dt_bias)), -full(self.A_log).exp()
+        dt, A = F.softplus(at_least_float32(dt + self.dt_bias)), -at_least_float32(self.A_log).exp()
         y = scan(C, B, (dt[..., None] * x).to(x.dtype), dt * A)
         return (y + self.D[:, None] * x).flatten(-2)
 
@@ -217,7 +217,7 @@ class Mamba2(nn.Module):
         return self.out_proj(y)
 
     def gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
-        y = full(y) * F.silu(full(z))
+        y = at_least_float32(y) * F.silu(at_least_float32(z))
         grouped = y.unflatten(-1, (self.groups, -1))
         return F.rms_norm(grouped, grouped.shape[-1:], eps=1e-5).flatten(-2).to(z.dtype) * self.norm
 
@@ -246,7 +246,11 @@ def init_time_step(bias: Tensor) -> None:
 
 
 class STMamba(ScanModel):
-    __doc__ = ScanModel.__doc__
+    """``forward(x, timestep, label=None)``: the scan model whose mixers are Mamba-1 or Mamba-2.
+
+    x (b i t h w), timestep (b) on the scale 0 to 1000, label (b) with ``num_classes`` -> (b o t h w). Any number of
+    frames, of any size.
+    """
 
     def __init__(self, config: Config):
         def block(over: str, index: int) -> Block:

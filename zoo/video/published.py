@@ -52,17 +52,17 @@ Branch = tuple[int, Callable[[Tensor], Sequence[Tensor]]]
 class Prompt:
     """The conditioning of n clips as arguments of the model's forward: with captions, and without them for guidance."""
 
-    told: Rows
-    none: Rows | None = None  # None: no guidance
+    cond: Rows
+    uncond: Rows | None = None  # None: no guidance
     start: Tensor | None = None  # (c t h w): the latent of a given image, and the family's filling for other frames
 
     def rows(self, clips: range, device: torch.device) -> "Prompt":
         """The rows of some of the clips, on a device."""
-        told, none = (
+        cond, none = (
             given and {name: value[clips.start : clips.stop].to(device) for name, value in given.items()}
-            for given in (self.told, self.none)
+            for given in (self.cond, self.uncond)
         )
-        return Prompt(told or {}, none, None if self.start is None else self.start.to(device))
+        return Prompt(cond or {}, none, None if self.start is None else self.start.to(device))
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Wan(Published):
         given = torch.zeros(config.condition_channels - len(latent), *latent.shape[1:])
         given[:, 0] = 1
         prompt.start = torch.cat([given, latent])
-        for rows in (prompt.told, prompt.none):
+        for rows in (prompt.cond, prompt.uncond):
             if rows is not None and tokens is not None:
                 rows["image"] = tokens.expand(len(rows["context"]), -1, -1)
 
@@ -244,11 +244,11 @@ class Latte(Published):
         """Embed captions without padding; the negative one is padded and cut to the same length, as LattePipeline does
         for a single clip."""
         own = encoder.encode([caption.lower().strip() for caption in captions])
-        told = _stacked(own)
+        cond = _stacked(own)
         if negative is None:
-            return Prompt(told)
+            return Prompt(cond)
         (padded,) = encoder.encode([negative.lower().strip()], padded=True)
-        return Prompt(told, told | {"context": padded[: told["context"].shape[1]].expand_as(told["context"])})
+        return Prompt(cond, cond | {"context": padded[: cond["context"].shape[1]].expand_as(cond["context"])})
 
 
 class STDiT(Published):
@@ -271,9 +271,9 @@ class STDiT(Published):
             return Prompt({name: value[:n] for name, value in everything.items()}, none)
         if self.null is None:
             raise CodecError(f"{self.folder}: it has no y_embedder.y_embedding, so guidance needs a negative prompt")
-        told = _stacked(rows)
-        null = self.null[: told["context"].shape[1]].float()
-        return Prompt(told, told | {"context": null.expand_as(told["context"])})
+        cond = _stacked(rows)
+        null = self.null[: cond["context"].shape[1]].float()
+        return Prompt(cond, cond | {"context": null.expand_as(cond["context"])})
 
     def sizes(self, n: int, pixels: tuple[int, int, int], fps: float) -> Rows:
         frames, height, width = pixels
@@ -292,8 +292,8 @@ class STDiT(Published):
     ) -> Tensor:
         if self.scheduler is not None:
             return super().sample(prompt, noise, steps, guidance, on_step=on_step, **options)
-        given: dict[str, Any] = {"uncond": prompt.none, "on_step": on_step, **prompt.told}
-        given["guidance"] = 1.0 if prompt.none is None else guidance[0]
+        given: dict[str, Any] = {"uncond": prompt.uncond, "on_step": on_step, **prompt.cond}
+        given["guidance"] = 1.0 if prompt.uncond is None else guidance[0]
         if self.version == "v3":
             return euler(self.models[0], noise, steps, shift=shift_at(1.0, 64 * 64, prod(noise.shape[2:])), **given)
         return ddim(self.models[0], noise, steps, **given)
@@ -309,17 +309,17 @@ def _guided(
     branch: Branch | None,
 ) -> Tensor:
     x = x.to(next(model.parameters()).dtype)  # type: ignore[attr-defined]
-    if prompt.none is None:
-        return model(x, timestep, **prompt.told)
+    if prompt.uncond is None:
+        return model(x, timestep, **prompt.cond)
     if branch is not None:
         mine, join = branch
-        told, free = join(model(x, timestep, **(prompt.told, prompt.none)[mine]).float())
+        cond, free = join(model(x, timestep, **(prompt.cond, prompt.uncond)[mine]).float())
     elif batched:
-        both = {name: torch.cat([prompt.none[name], value]) for name, value in prompt.told.items()}
-        free, told = model(torch.cat([x, x]), torch.cat([timestep, timestep]), **both).float().chunk(2)
+        both = {name: torch.cat([prompt.uncond[name], value]) for name, value in prompt.cond.items()}
+        free, cond = model(torch.cat([x, x]), torch.cat([timestep, timestep]), **both).float().chunk(2)
     else:
-        told, free = (model(x, timestep, **given).float() for given in (prompt.told, prompt.none))
-    return free + guidance * (told - free)
+        cond, free = (model(x, timestep, **given).float() for given in (prompt.cond, prompt.uncond))
+    return free + guidance * (cond - free)
 
 
 # --------------------------------------------------------------------------------------------------------- the folder
@@ -389,8 +389,8 @@ def _transformer(
             if name.startswith("Latte"):
                 model: nn.Module = latte_weights.from_diffusers(state, folder / "config.json")
             elif name.startswith("Wan"):
-                told = settings_of(folder / "config.json")
-                model = wan_weights.from_diffusers(state, told, index.get("expand_timesteps"))
+                settings = settings_of(folder / "config.json")
+                model = wan_weights.from_diffusers(state, settings, index.get("expand_timesteps"))
             else:
                 config = settings_of(folder / "config.json") if (folder / "config.json").is_file() else {}
                 sides = {key: config[key] for key in ("input_sq_size",) if key in config}  # shapes do not tell it

@@ -11,7 +11,7 @@ for latents of 4 channels:
     S/2        24     384   72,126,352
     L/2        48    1024  982,848,528
 
-Letters: b batch, n positions, c channels, h heads, e channels of a head, m the five mixes (w, k, v, r, g), r low rank.
+Letters: `zoo/video/__init__.py`; m the five mixes (w, k, v, r, g), r low rank.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor, nn
 
-from zoo.scan import full, scan
+from zoo.scan import at_least_float32, scan
 from zoo.video.scan_model import Block, Norm, ScanConfig, ScanModel
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ class TimeMix(nn.Module):
         mix = einsum(low, self.mix_up, "b n m r, m r c -> m b n c") + self.mix[:, None, None]
         w, k, v, r, g = (x + shift * mix).unbind()
 
-        log_decay = -full(self.decay_up(torch.tanh(self.decay_down(w)))).exp()
+        log_decay = -at_least_float32(self.decay_up(torch.tanh(self.decay_down(w)))).exp()
         mixed = self.receptance(r), self.key(k), self.value(v), log_decay
         r, k, v, log_decay = (y.unflatten(-1, (self.heads, -1)) for y in mixed)
         y = scan(r, k, v, log_decay, self.bonus)
@@ -136,7 +136,11 @@ def channel_places(like: Tensor) -> Tensor:
 
 
 class STRWKV(ScanModel):
-    __doc__ = ScanModel.__doc__
+    """``forward(x, timestep, label=None)``: the scan model whose mixers are RWKV-6.
+
+    x (b i t h w), timestep (b) on the scale 0 to 1000, label (b) with ``num_classes`` -> (b o t h w). Any number of
+    frames, of any size.
+    """
 
     def __init__(self, config: Config):
         dim = config.hidden

@@ -2,8 +2,7 @@
 
 ``order`` "st" alternates space and time; "sst" scans space twice, then time. The models differ in their mixers.
 
-Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, n positions of a scan, k channels of a conditioning vector or values of a patch.
+Letters: `zoo/video/__init__.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from zoo.layers import (
     unpatchify,
     video_inputs,
 )
-from zoo.scan import full
+from zoo.scan import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class ScanModel(nn.Module):
             cond = cond + self.label_embed(label)
 
         size = x.shape[-2], x.shape[-1]
-        x = full(self.embed(x))
+        x = at_least_float32(self.embed(x))
         for block in self.running():
             x = block(x, cond)
         return unpatchify(self.final(x.to(cond.dtype), cond), self.config.patch, size)

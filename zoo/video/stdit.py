@@ -11,8 +11,7 @@ the rotation; the frame rate is a condition; spatial positions stretch over the 
 (``x_mask``): they are modulated as at timestep 0, and the training loss leaves them out. Config and sizes are those of
 all versions; `stdit_old.py` has v1 and v2.
 
-Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, l text tokens, k values of a patch, channels of a conditioning vector or rows of a modulation.
+Letters: `zoo/video/__init__.py`.
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,7 @@ to text, one modulated MLP; sincos tables for places and frames. ``v2``: the tem
 modulation and rotary positions; queries and keys are normalised after the rotation. Size, aspect ratio, length and
 frame rate are conditions, spatial positions stretch over the pixels, and frames may be given clean (``x_mask``).
 
-Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, l text tokens, k values of a patch, channels of a conditioning vector or rows of a modulation.
+Letters: `zoo/video/__init__.py`.
 """
 
 from typing import Any

@@ -14,8 +14,7 @@ Open-Sora 1.0 (STDiT), 20 hidden^2 with text and 16 without, is modulated spatia
 plain residual behind the same gate, attention to text, and one modulated MLP. Table 5 prints a hidden size of 2038 for
 3b, which 32 heads do not divide; it is 2048 here. ``low_rank`` makes spatial attention Linformer's, for huge frames.
 
-Letters: b batch, i and o latent channels in and out, t frames, h w latent cells, s patches of a frame, c hidden
-channels, l text tokens, k values of a patch, channels of a conditioning vector or rows of a modulation.
+Letters: `zoo/video/__init__.py`.
 """
 
 from dataclasses import dataclass

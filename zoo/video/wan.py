@@ -25,9 +25,7 @@ image is a clean frame at timestep 0 (``frame_times``).
 diffusers they run in float32. The velocity is noise - x, as published; objectives and samplers read ``flow_sign``. Not
 here: a last frame as a condition in addition to the first (2.1 FLF2V).
 
-Letters: b batch, i and o latent channels in and out, t frames, y x latent cells of a frame, h heads, n places in
-the video (frame by frame, row by row), c hidden channels, e channels of a head, l tokens of text, j tokens of an image,
-k values of a patch or rows of a modulation.
+Letters: `zoo/video/__init__.py`.
 """
 
 import math
