@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ from dsp.core.stage_calls import StageCall
 from dsp.core.unseen import SeenOnly, refuse_functions
 from dsp.core.watch import refuse, watched
 from dsp.core.writes import kin_of, written_operands
-from dsp.layout import Axis
-from dsp.notation import StagePattern
+from dsp.layout import Axis, Cut
+from dsp.notation import NotationError, StagePattern
 from dsp.private import FLEX, any_device, compiled_callers, fake_tensor, forget_fakes, wraps_compiled
 from dsp.rules.functions import DENSE
 from dsp.signature import Bound, sizes_of_root
@@ -119,7 +120,8 @@ class RecordOptions(NamedTuple):
 
     meter: makes the observer of the record's nodes, from the record, the module that runs, and the tensors that exist;
     dtype: of floating-point tensors, by default their own; data: it runs on copies of tensors, not on tensors without
-    data; no_sources: keys of calls that are no sources; equal: of equal stages, equal calls run once.
+    data; no_sources: keys of calls that are no sources; equal: of equal stages, equal calls run once; given: the cuts
+    of inputs that will arrive sharded, by parameter.
     """
 
     meter: Callable[[Record, nn.Module, Iterable[Tensor]], NodeMeter] = lambda *_: NodeMeter()
@@ -127,6 +129,7 @@ class RecordOptions(NamedTuple):
     data: bool = False
     no_sources: frozenset[Any] = frozenset()
     equal: bool = True
+    given: Mapping[str, Cut] = MappingProxyType({})
 
     def dtype_of(self, t: Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
@@ -201,7 +204,7 @@ def record_forward(
     """
     copies = Doubles(options)
     signature, inputs = signature_of(model, root), (args, kwargs)
-    sharded = arrivals(signature.bind(args, kwargs)[1])
+    sharded = arrivals_as_stated(signature.bind(args, kwargs)[1], options.given)
     clone = ModelCopy(model, stages, copies)
     args, kwargs = remade((tuple(args), dict(kwargs)), copies.of)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
@@ -234,6 +237,16 @@ def record_forward(
     record.memories = None
     record.compiled |= any(wraps_compiled(m) for m in model.modules() if id(m) not in clone.staged)
     return record, paths
+
+
+def arrivals_as_stated(bound: Sequence[Bound], stated: Mapping[str, Cut]) -> dict[str, Cut]:
+    """The cuts in which inputs arrive: those of DTensors, and those stated. Raises NotationError for no input's name."""
+    for name in stated.keys() - {b.param for b in bound}:
+        raise NotationError(
+            f"given= has {name!r}, which is not a tensor argument of the model; its tensor arguments are "
+            f"{', '.join(b.param for b in bound)}"
+        )
+    return {**arrivals(bound), **stated}
 
 
 def note_outputs(recorder: Recorder, root: StagePattern | None, out: Any, bound: Sequence[Bound]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from dsp.planner import Choice, Layout, Move, Op, chunk_sizes
 from dsp.report.names import Names
 from dsp.report.table import StageRow, Switch, Whole
 from dsp.rules.sources import EXPANDED
-from dsp.stages import Option
+from dsp.stages import Option, Stage
 from dsp.text import generic
 
 
@@ -160,18 +161,23 @@ class TableRows:
             along = option.name if option is not None else self.layout(step, moves)
             costs = self.moved(step, moves, along), nbytes, peak, calls
             if isinstance(step.node.call, BoundStage) and option is not None:
-                stage, idle = step.node.call.stage, 0
-                if option.name is not None:
-                    idle = chunk_sizes(option.size, loads.size).count(0)
-                order = dict.fromkeys(x for p in stage.pattern.inputs for x in p.names if x in p.computed)
-                offered = [o.option.name for o in step.node.offers if o.option is not None]
-                free = tuple(dict.fromkeys(n for n in offered if n is not None and n not in BATCH_NAMES))
-                short = tuple(n for n in stage.pattern.free if n not in BATCH_NAMES and n not in free)
-                part = loads.flops[step.at] / max(sum(loads.flops), 1)
-                text, line = stage.pattern.text, step.node.line
-                yield StageRow(step.op.name, text, (*order,), along, *costs, idle, share, line, free, short, part)
+                row = StageRow(step.op.name, "", (), along, *costs, share=share, line=step.node.line)
+                yield self.stage(row, step, step.node.call.stage, option)
             elif moves or choice.bytes:
                 yield StageRow(f"({step.op.name})", "", (), along, *costs, share=share, line=step.node.line)
+
+    def stage(self, row: StageRow, step: PlanStep, stage: Stage, option: Option) -> StageRow:
+        """The row of a stage call, with what its pattern says of dims."""
+        loads = self.loads
+        idle = 0 if option.name is None else chunk_sizes(option.size, loads.size).count(0)
+        order = dict.fromkeys(x for p in stage.pattern.inputs for x in p.names if x in p.computed)
+        offered = [o.option.name for o in step.node.offers if o.option is not None]
+        free = tuple(dict.fromkeys(n for n in offered if n is not None and n not in BATCH_NAMES))
+        short = tuple(n for n in stage.pattern.free if n not in BATCH_NAMES and n not in free)
+        part = loads.flops[step.at] / max(sum(loads.flops), 1)
+        return replace(
+            row, pattern=stage.pattern.text, computes=(*order,), idle=idle, free=free, short=short, part=part
+        )
 
     def layout(self, step: PlanStep, moves: list[Move]) -> str | None:
         """The name of the dim that an operation is sharded along: of a moved operand, if there is one."""

@@ -155,12 +155,7 @@ class Names:
             for cut, name in draft.items():
                 if name not in self.names[base].values():
                     self.call(base, cut, name)
-        for node in reversed(nodes):  # backwards, so that dims computed from a dim have names already
-            for offer in node.offers:
-                give = offer.gives[0] if offer.gives and node.results else None
-                wanted = offer.option.name if offer.option else give and self.names[node.results[0].base].get(give)
-                for base, need in zip(node.bases, base_layouts(node, offer)):
-                    self.call(base, need, wanted)
+        self.call_by_results(nodes)
         for node in nodes:  # the rest by the dims they derive from
             for offer in node.offers:
                 for base, need in zip(node.bases, base_layouts(node, offer)):
@@ -172,6 +167,16 @@ class Names:
         for base, draft in drafts.items():
             for cut in draft:
                 number(base, cut)
+
+    def call_by_results(self, nodes: list[Node]) -> None:
+        """Name the cuts of operands as stages and results call them; backwards, so that dims computed from a dim have
+        names already."""
+        for node in reversed(nodes):
+            for offer in node.offers:
+                give = offer.gives[0] if offer.gives and node.results else None
+                wanted = offer.option.name if offer.option else give and self.names[node.results[0].base].get(give)
+                for base, need in zip(node.bases, base_layouts(node, offer)):
+                    self.call(base, need, wanted)
 
     def call(self, base: Base, cut: Layout, wanted: str | None) -> None:
         if cut is not None and cut not in self.names[base] and wanted:

@@ -129,7 +129,7 @@ def recorded(
     """
 
     def run(data: bool) -> tuple[Record, Measure]:
-        options = RecordOptions(Measure, goal.dtype, data)
+        options = RecordOptions(Measure, goal.dtype, data, given=goal.given)
         record, _ = record_forward(model, stages, root, args, kwargs, goal.size, ShardingRules(), options)
         meter: Measure = record.driver.meter  # type: ignore[attr-defined]
         del record.driver  # it holds tensors
