@@ -240,7 +240,7 @@ def record_forward(
 
 
 def arrivals_as_stated(bound: Sequence[Bound], stated: Mapping[str, Cut]) -> dict[str, Cut]:
-    """The cuts in which inputs arrive: those of DTensors, and those stated. Raises NotationError for no input's name."""
+    """The cuts in which inputs arrive: of DTensors, and as stated. Raises NotationError for a name of no input."""
     for name in stated.keys() - {b.param for b in bound}:
         raise NotationError(
             f"given= has {name!r}, which is not a tensor argument of the model; its tensor arguments are "

@@ -183,12 +183,13 @@ class Combinations:
     def offers_for_node(self) -> list[Offer]:
         """The offers; what no rule takes is replicated, and nothing long is replicated without need."""
         node, record = self.node, self.record
-        longest = max(record.long, record.longest // SHORT)
+        free = all(v.free for v in node.bases)
+        if free:
+            self.cut_weights()
+        longest = record.longest if free else max(record.long, record.longest // SHORT)
         parts = [o for o in self.offers if any(o.needs)]
         long = record.n * max(t.nbytes for t in [*node.refs, *node.results]) > longest
-        if all(v.free for v in node.bases):
-            self.cut_weights()
-        elif long and any(not o.last_resort for o in parts):
+        if long and any(not o.last_resort for o in parts):
             self.offers = parts
         if not self.offers:
             self.offers, self.views = [replicated(node, len(node.results))], False

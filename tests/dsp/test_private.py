@@ -610,3 +610,9 @@ def test_every_name_has_a_case() -> None:
     source = Path(__file__).read_text()
     for name in private.__all__:
         assert f"private.{name}" in source, name
+
+
+def test_functions_seen_is_false_where_subclasses_see_no_functions():
+    assert private.functions_seen()
+    with torch._C.DisableTorchFunction():
+        assert not private.functions_seen()
