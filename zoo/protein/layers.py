@@ -1,9 +1,9 @@
 """The layers that the operations of the Evoformer (AlphaFold 2) and the Pairformer (AlphaFold 3) are made of.
 
-`alignment_layers.py` and `pair_layers.py` have the operations, each divided into stages. Where an operation needs a replicated tensor, a separate stage first projects it to a small one, so that only the small
-tensor is gathered: a pair bias of h heads instead of c channels, one operand of the outer product. The triangle product
-may be sharded along i, along j or along its hidden channels. ``OUTER`` and ``PAIR`` give the dims that every stage
-computes over.
+`alignment_layers.py` and `pair_layers.py` have the operations, each divided into stages. Where an operation needs a
+replicated tensor, a separate stage first projects it to a small one, so that only the small tensor is gathered: a pair
+bias of h heads instead of c channels, one operand of the outer product. The triangle product may be sharded along i,
+along j or along its hidden channels. ``OUTER`` and ``PAIR`` give the dims that every stage computes over.
 
 ``version`` is 2 or 3, for the linear layers of AlphaFold 2 or 3:
 
