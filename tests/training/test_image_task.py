@@ -23,7 +23,7 @@ eval: {every: 4, images: 6, floors: true}
 sample: {every: 4, images: 3}
 log: {every: 1}
 """
-FLOORS = ("pixel_floor", "neighbour_floor")
+BASELINES = ("baseline_pixel", "baseline_neighbour")
 
 
 def test_digit_images_are_those_of_scikit_learn():
@@ -72,7 +72,7 @@ def test_a_grid_of_images(tmp_path):
 def test_a_run_and_its_samples(trainer, tmp_path, whole_world, capsys):
     run = Runs(trainer, tmp_path, CONFIG, "image.yaml")("name=image", "wandb.mode=disabled")
     assert metrics(run, "loss")[1] == pytest.approx((math.log2(17),), rel=1e-3)  # all levels alike at first
-    assert all(2 < floor < math.log2(17) for key in FLOORS for floor in metrics(run, key)[4])
+    assert all(2 < loss < math.log2(17) for key in BASELINES for loss in metrics(run, key)[4])
     assert (run / "samples" / "step-00000004.png").is_file()
     options = ["--label", 3, 7]
     assert infer(run, *options, "--out", tmp_path / "one") == 0

@@ -60,12 +60,15 @@ def test_a_run_judges_contacts_and_draws_them(run, tmp_path, capsys):
     assert 0 <= judged["val_short_p_at_l5"] <= 1
     assert 0 < judged["val_lddt_cb"] < 1
     assert 0 < judged["val_lddt_ca"] < 1
-    floors = {key: value for record in records for key, value in record.items() if "floor" in key}
-    assert 4 < floors["frequency_floor"] < 12
-    assert floors["frequency_floor_loss_msa"] + floors["frequency_floor_loss_distogram"] == floors["frequency_floor"]
-    for name in ("apc_floor_short_p_at_l5", "dca_floor_short_p_at_l5", "frequency_floor_short_p_at_l5"):
-        assert 0 <= floors[name] <= 1
-    assert 0 < floors["frequency_floor_lddt_ca"] < 1
+    baselines = {key: value for record in records for key, value in record.items() if key.startswith("baseline_")}
+    assert 4 < baselines["baseline_frequency"] < 12
+    assert (
+        baselines["baseline_frequency_loss_msa"] + baselines["baseline_frequency_loss_distogram"]
+        == baselines["baseline_frequency"]
+    )
+    for name in ("baseline_apc_short_p_at_l5", "baseline_dca_short_p_at_l5", "baseline_frequency_short_p_at_l5"):
+        assert 0 <= baselines[name] <= 1
+    assert 0 < baselines["baseline_frequency_lddt_ca"] < 1
     out = capsys.readouterr().out
     assert "step 4: short P@L/5 " in out
     assert "frequencies of letters in a column, of distances by separation" in out
@@ -78,9 +81,9 @@ def test_real_structures(run, capsys):
     records = run("name=real", data="{name: protein_embedded, residues: 30, crop: spatial}")
     values = {key: value for record in records for key, value in record.items()}
     assert "alignments of one row: nothing is coupled" in capsys.readouterr().out
-    assert not any("apc_floor" in key or "dca_floor" in key or "accuracy" in key for key in values)
-    assert values["frequency_floor_loss_msa"] == 0  # the sequence tells the letters that are hidden in it
-    assert values["frequency_floor"] == values["frequency_floor_loss_distogram"] > 0.5
+    assert not any("baseline_apc" in key or "baseline_dca" in key or "accuracy" in key for key in values)
+    assert values["baseline_frequency_loss_msa"] == 0  # the sequence tells the letters that are hidden in it
+    assert values["baseline_frequency"] == values["baseline_frequency_loss_distogram"] > 0.5
 
 
 @pytest.mark.slow
@@ -221,7 +224,7 @@ def test_a_model_that_is_told_couplings_beats_them(trainer, tmp_path):
     records = tracking.read_metrics(tmp_path / "couplings_demo/metrics.jsonl")
     found = {name: value for record in records for name, value in record.items()}
     for name in ("medium_p_at_l", "long_p_at_l"):
-        assert found[f"val_{name}"] > 1.1 * found[f"dca_floor_{name}"], name
+        assert found[f"val_{name}"] > 1.1 * found[f"baseline_dca_{name}"], name
 
 
 def test_a_single_row_is_not_divided():

@@ -60,7 +60,7 @@ def directory(path, **options):
     rows.insert(20, {"step": 20, "time": 1e9, "resumed": 2, "changes": ["optim.lr: 0.1 -> <b>"]})
     rows += [
         {"step": 40, "val_loss": 0.3, "val_losses": [0.2, 0.4], "val_lddt_cb": 0.7},
-        {"step": 40, "linear_floor": 0.5},
+        {"step": 40, "baseline_linear": 0.5},
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "console.log").write_text(

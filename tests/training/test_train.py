@@ -138,15 +138,15 @@ def test_a_folder_of_videos_with_iddpm(run, tmp_path, capsys):
     assert "no videos under" in capsys.readouterr().err
 
 
-def test_the_linear_floor_is_reported(run, capsys, monkeypatch):
-    monkeypatch.setattr("zoo.training.show.video.FLOOR_CLIPS", 300)
+def test_the_linear_baseline_is_reported(run, capsys, monkeypatch):
+    monkeypatch.setattr("zoo.training.show.video.BASELINE_CLIPS", 300)
     directory = run("eval.linear_floor=true", "eval.clips=16")
-    (floor,) = metrics(directory, "linear_floor")[4]
-    assert 0.05 < floor < 1
+    (baseline,) = metrics(directory, "baseline_linear")[4]
+    assert 0.05 < baseline < 1
     (loss,) = metrics(directory, "val_loss")[4]
-    verdict = f"the model is {'ahead' if loss < floor else 'behind'}"
+    verdict = f"the model is {'ahead' if loss < baseline else 'behind'}"
     out = capsys.readouterr().out
-    assert re.search(rf"  loss +{loss:.4g} +{floor:.4g}  lower is better: {verdict}\n", out)
+    assert re.search(rf"  loss +{loss:.4g} +{baseline:.4g}  lower is better: {verdict}\n", out)
     assert "  baseline of loss: best linear denoiser on the same data\n" in out
 
 
@@ -576,7 +576,7 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.cfg, "load", load)
     monkeypatch.setattr("zoo.training.tracking.to_dict", lambda config: {})
     monkeypatch.setattr(tracking, "to_yaml", lambda config: "")
-    monkeypatch.setattr("zoo.training.show.video.FLOOR_CLIPS", 30)
+    monkeypatch.setattr("zoo.training.show.video.BASELINE_CLIPS", 30)
     run("wandb.mode=offline", "eval.linear_floor=true")
     run.file.write_text(TINY.replace("data:", "#").replace("1, num_classes: 10", "3"))
     data = f"data={{name: video_folder, path: {tmp_path / 'videos'}, frames: 5, height: 8, width: 8}}"

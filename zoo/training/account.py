@@ -9,7 +9,7 @@ import torch
 import dsp
 from zoo.training.dry_run import Memory, step_bytes, trainable
 from zoo.training.report import write
-from zoo.training.task import Floor, Task
+from zoo.training.task import Baseline, Task
 from zoo.training.tracking import amount, duration, higher, label, number_of, size
 
 NAMED = 8  # samples that are held out, by name; names.json has all
@@ -54,31 +54,31 @@ def closing(run: Any) -> Iterator[str]:
     """The lines at the end, on rank 0: the time in all, and the model compared with its baselines."""
     records, directory = run.tracker.records, run.directory
     judged = any("val_loss" in record for record in records)
-    floors: Sequence[Floor] = run.show.floors(run.objective) if judged else []
-    for floor in floors:
-        run.tracker.log(run.config.train.steps, **{floor.key: floor.loss})
+    baselines: Sequence[Baseline] = run.show.baselines(run.objective) if judged else []
+    for baseline in baselines:
+        run.tracker.log(run.config.train.steps, **{baseline.key: baseline.loss})
     skipped = sum("skipped_because" in record for record in records)
     extra = f", {skipped} of them skipped" if skipped else ""
     steps, total = number_of(run.config.train.steps, "step"), f"{duration(run.tracker.elapsed)} in all"
     yield f"finished {steps}{extra} in {total}, resumes included; everything is in {directory}"
-    yield from table(records, floors, run.show.headline)
+    yield from table(records, baselines, run.show.headline)
     if pictures := sorted((directory / "samples").glob(f"*.{run.show.media}")):
         yield f"samples {pictures[-1]}"
     yield f"report  {write([directory], directory / 'report.html')}"
 
 
 def table(
-    records: Sequence[Mapping[str, Any]], floors: Sequence[Floor], shown: Callable[[str], bool] = lambda key: True
+    records: Sequence[Mapping[str, Any]], baselines: Sequence[Baseline], shown: Callable[[str], bool] = lambda key: True
 ) -> Iterator[str]:
     """The last measures on held-out data that are `shown`, each with its best baseline."""
     found: dict[str, float] = {}
     for record in records:
         found |= {k: v for k, v in record.items() if k.startswith("val_") and isinstance(v, int | float)}
-    best: dict[str, Floor] = {}
-    for floor in floors:
-        known = best.setdefault(floor.of, floor)
-        if (floor.loss > known.loss) == higher(floor.of) and floor.loss != known.loss:
-            best[floor.of] = floor
+    best: dict[str, Baseline] = {}
+    for baseline in baselines:
+        known = best.setdefault(baseline.of, baseline)
+        if (baseline.loss > known.loss) == higher(baseline.of) and baseline.loss != known.loss:
+            best[baseline.of] = baseline
     keys = sorted(filter(shown, found), key=lambda key: (key != "val_loss", not key.startswith("val_loss"), key))
     if not keys:
         return

@@ -98,8 +98,8 @@ class Run:
         return found
 
     @property
-    def floors(self) -> dict[str, float]:
-        return {key: value for key, value in self.last.items() if "_floor" in key}
+    def baselines(self) -> dict[str, float]:
+        return {key: value for key, value in self.last.items() if key.startswith("baseline_")}
 
 
 def page(runs: Sequence[Run]) -> Markup:
@@ -143,21 +143,21 @@ def _results(runs: Sequence[Run]) -> Iterator[Markup]:
         return
     yield Markup("<h2>On held-out data</h2><table><tr><th>measure</th><th></th>")
     yield _each("<th>{}</th>", (run.name for run in runs)) + Markup("<th>without a model</th></tr>")
-    floors: Mapping[str, float] = {key: value for run in runs for key, value in run.floors.items()}
+    baselines: Mapping[str, float] = {key: value for run in runs for key, value in run.baselines.items()}
     for key in measures:
-        levels = {k: v for k, v in floors.items() if _judges(k, key)}
+        levels = {k: v for k, v in baselines.items() if _judges(k, key)}
         cells = _each('<td class="n">{}</td>', (f"{run.last[key]:.4g}" if key in run.last else "" for run in runs))
-        beside = "; ".join(f"{k.partition('_floor')[0]} {v:.4g}" for k, v in levels.items())
+        beside = "; ".join(f"{k.split('_')[1]} {v:.4g}" for k, v in levels.items())
         better = f"{'higher' if higher(key) else 'lower'} is better"
         row = Markup('<tr><td>{}</td><td class="soft">{}</td>{}<td>{}</td></tr>')
         yield row.format(label(key), better, cells, beside)
     yield Markup("</table>")
 
 
-def _judges(floor: str, key: str) -> bool:
-    """Tell whether a baseline belongs to this measure: `x_floor` to the loss, `x_floor_<measure>` to another."""
-    _, _, of = floor.partition("_floor")
-    return (of.removeprefix("_") or "loss") == key.removeprefix("val_")
+def _judges(baseline: str, key: str) -> bool:
+    """Tell whether a baseline belongs to this measure: `baseline_x` to the loss, `baseline_x_<measure>` to another."""
+    _, _, *measure = baseline.split("_", 2)
+    return (measure or ["loss"]) == [key.removeprefix("val_")]
 
 
 def _charts(runs: Sequence[Run]) -> Iterator[Markup]:
@@ -166,8 +166,10 @@ def _charts(runs: Sequence[Run]) -> Iterator[Markup]:
     marks = sorted({record["step"] for run in runs for record in run.resumes})
     for key, title, factor in (*CHARTS, *((key, "held-out " * key.startswith("val_") + label(key), 1) for key in more)):
         curves = [Curve(run.name, run.points(key, factor), i) for i, run in enumerate(runs)]
-        floors = {k: v for run in runs for k, v in run.floors.items() if _judges(k, key) and key.startswith("val_")}
-        levels = [(k.replace("_", " "), v) for k, v in floors.items()]
+        baselines = {
+            k: v for run in runs for k, v in run.baselines.items() if _judges(k, key) and key.startswith("val_")
+        }
+        levels = [(k.replace("_", " "), v) for k, v in baselines.items()]
         yield draw(Chart(title, curves, levels, marks))
     yield Markup("</div>")
 

@@ -32,7 +32,7 @@ Inputs = dict[str, Tensor | int]  # a value that is not a DTensor is the same on
 
 
 @dataclass
-class Floor:
+class Baseline:
     """A baseline that a model has to beat: the loss, or another measure, of something that hardly needs training."""
 
     key: str  # in the records
@@ -244,7 +244,7 @@ class Show:
         """Tell whether a measure is among those that a run ends with; the report has all of them."""
         return True
 
-    def floors(self, objective: Any) -> list[Floor]:
+    def baselines(self, objective: Any) -> list[Baseline]:
         """The baselines that the configuration asks for; called on rank 0 at the end of a run."""
         return []
 

@@ -15,7 +15,7 @@ from zoo.image.histogram import neighbour_bits, pixel_bits
 from zoo.pictures import save_png
 from zoo.training import task
 from zoo.training.ranks import on_first_rank
-from zoo.training.task import Floor
+from zoo.training.task import Baseline
 from zoo.training.tasks.image import Task
 
 SAMPLES = hash_seed("samples")
@@ -55,15 +55,15 @@ class Show(task.Show):
         save_png(path, samples / (self.task.levels_of_grey - 1), columns=max(whole_rows, default=None))
         return {}
 
-    def floors(self, objective: Any) -> list[Floor]:
+    def baselines(self, objective: Any) -> list[Baseline]:
         if not self.config.eval.floors:
             return []
         train = torch.stack([self.task.train.image(i)[0] for i in range(len(self.task.train))])
         judged = torch.stack([self.task.validation.image(i)[0] for i in self.task.judged()])
         pixel, neighbour = (f(train, judged, self.task.levels_of_grey) for f in (pixel_bits, neighbour_bits))
         return [
-            Floor("pixel_floor", "independent pixels, a histogram for each", pixel),
-            Floor("neighbour_floor", "histograms given the pixels left and above", neighbour),
+            Baseline("baseline_pixel", "independent pixels, a histogram for each", pixel),
+            Baseline("baseline_neighbour", "histograms given the pixels left and above", neighbour),
         ]
 
 

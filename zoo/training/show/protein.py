@@ -30,14 +30,14 @@ from zoo.protein.picture import ContactMap, save_contact_maps, write_contacts
 from zoo.protein.structure import backbone
 from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank, say
-from zoo.training.task import Floor
+from zoo.training.task import Baseline
 from zoo.training.tasks.protein import Task
 from zoo.training.tracking import ascii_key
 
 ROWS = 512  # of an alignment, by default: as many as AlphaFold 2 attends to
 DRAWN_LEAN = 0.5  # for models trained on drawn alignments: couplings of real ones stand out more
 ORIGINS = {"train": "trained on", "validation": "held out", "": ""}  # by the set of the run that has the protein
-FLOOR_EXAMPLES = 256  # training examples that background frequencies are counted on
+BASELINE_EXAMPLES = 256  # training examples that background frequencies are counted on
 
 
 @dataclass
@@ -124,17 +124,17 @@ class Show(task.Show):
     def headline(self, key: str) -> bool:
         return not key.endswith(("_p_at_l", "_p_at_l2"))  # of the precisions, only those at L/5
 
-    def floors(self, objective: Any) -> list[Floor]:
+    def baselines(self, objective: Any) -> list[Baseline]:
         if not self.config.eval.floors:
             return []
         seed, n = self.config.train.seed, len(self.task.train)
-        train = [self.task.draw(self.task.train, "train", seed, i // n, i % n) for i in range(FLOOR_EXAMPLES)]
+        train = [self.task.draw(self.task.train, "train", seed, i // n, i % n) for i in range(BASELINE_EXAMPLES)]
         validation = [example() for example in self.task.validation_examples(self.config.eval.proteins)]
         shown, told = ([e.alignment() | e.single() | e.pairs() for e in part] for part in (train, validation))
         frequencies = Frequencies(shown, self.config.objective.contacts)
         terms = average([frequencies.losses(sample) for sample in told])
         words = "frequencies of letters in a column, of distances by separation"
-        floors = [Floor("frequency_floor", words, sum(terms.values()))]
+        baselines = [Baseline("baseline_frequency", words, sum(terms.values()))]
         by_frequency, by_information, by_couplings = [], [], []
         for example in self.task.validation_examples(self.config.sample.proteins):
             protein = example().protein
@@ -149,20 +149,20 @@ class Show(task.Show):
                 score = direct_couplings(msa).score if known_pairs is None else torch.from_numpy(known_pairs)
                 by_couplings.append(contact_precision(score, *known))
         for key, what, found in (
-            ("frequency_floor", words, {f"loss_{name}": value for name, value in terms.items()}),
-            ("frequency_floor", "frequencies of distances", average(by_frequency)),
-            ("apc_floor", "mutual information of the same rows", average(by_information)),
+            ("baseline_frequency", words, {f"loss_{name}": value for name, value in terms.items()}),
+            ("baseline_frequency", "frequencies of distances", average(by_frequency)),
+            ("baseline_apc", "mutual information of the same rows", average(by_information)),
             (
-                "dca_floor",
+                "baseline_dca",
                 "direct couplings of the same rows, or of all that the model is told of",
                 average(by_couplings),
             ),
         ):
             keys = {ascii_key(name): value for name, value in found.items()}
-            floors += [Floor(f"{key}_{name}", what, value, f"val_{name}") for name, value in keys.items()]
+            baselines += [Baseline(f"{key}_{name}", what, value, f"val_{name}") for name, value in keys.items()]
         if not by_couplings:
             say("alignments of one row: nothing is coupled, and hidden letters stand in the sequence")
-        return floors
+        return baselines
 
 
 def skipped_template(path: Path, why: str) -> None:

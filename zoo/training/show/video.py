@@ -24,14 +24,14 @@ from zoo.pictures import GREY, need_av, save_gif, save_mp4
 from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.show.clips import Clips, Pixels, decode
-from zoo.training.task import Floor
+from zoo.training.task import Baseline
 from zoo.training.tasks.video import Task
 from zoo.video.diffusion import seeded_noise
 from zoo.video.linear_denoiser import linear_denoiser_loss
 from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
 
 SAMPLES = hash_seed("samples")
-FLOOR_CLIPS, FLOOR_SIZE = 12_000, 4096  # clips that a linear denoiser is fitted to; most values of a clip
+BASELINE_CLIPS, BASELINE_SIZE = 12_000, 4096  # clips that a linear denoiser is fitted to; most values of a clip
 PROBE_FRAMES = 3_000  # one of each training clip; the probe of classes is fitted to them
 FPS = 8.0  # where the data does not say
 FORMATS = ("gif", "mp4")
@@ -62,9 +62,9 @@ class Show(task.Show):
         if self.config.sample.metrics and self.config.sample.every:
             on_first_rank(lambda: self.features is None)  # fail now rather than hours later
         flow, size = self.config.objective.name == "rectified_flow", prod(self.task.shape) * self.task.clip[0]
-        if self.config.eval.linear_floor and not (flow and size <= FLOOR_SIZE):
+        if self.config.eval.linear_floor and not (flow and size <= BASELINE_SIZE):
             raise UserError(
-                f"eval.linear_floor needs objective.name=rectified_flow and clips of at most {FLOOR_SIZE} values"
+                f"eval.linear_floor needs objective.name=rectified_flow and clips of at most {BASELINE_SIZE} values"
             )
 
     def real(self, count: int) -> tuple[Clips, Tensor, float]:
@@ -174,14 +174,14 @@ class Show(task.Show):
             made.append(sampler(model, noise, steps, on_step=count, **given).cpu())
         return torch.cat(made)
 
-    def floors(self, objective: Any) -> list[Floor]:
+    def baselines(self, objective: Any) -> list[Baseline]:
         if not getattr(self.config.eval, "linear_floor", False):
             return []
-        return [Floor("linear_floor", "best linear denoiser on the same data", self.linear_floor(objective))]
+        return [Baseline("baseline_linear", "best linear denoiser on the same data", self.linear_baseline(objective))]
 
-    def linear_floor(self, objective: Any) -> float:
+    def linear_baseline(self, objective: Any) -> float:
         """The validation loss of the best linear denoiser, fitted to training clips."""
-        fit = [(i % len(self.task.train), i // len(self.task.train)) for i in range(FLOOR_CLIPS)]
+        fit = [(i % len(self.task.train), i // len(self.task.train)) for i in range(BASELINE_CLIPS)]
         train = [self.task.train.clip(index, epoch) for index, epoch in fit]
         validation = [self.task.validation.clip(index, epoch) for index, epoch in self.task.judged_clips()]
         x, y = (torch.stack([clip["x"] for clip in clips]) for clips in (train, validation))
