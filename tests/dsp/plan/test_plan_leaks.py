@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.plan import tracing
+from dsp.core import skeleton
 from dsp.private import FakeTensor, FakeTensorMode, forget_fakes
 from zoo.training.estimate import Keeping
 
@@ -71,6 +71,6 @@ def test_no_fake_tensor_outlives_a_forward(mesh: DeviceMesh) -> None:
 
 
 def test_the_cache_of_fake_operations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "forget_fakes", lambda: forget_fakes(most=10))
+    monkeypatch.setattr(skeleton, "forget_fakes", lambda: forget_fakes(most=10))
     planned()
     assert len(FakeTensorMode.cache) <= 10

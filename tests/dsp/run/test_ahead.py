@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def all_large(launch: Callable[[Run, Part], Tensor]) -> Iterator[None]:
     """No tensor counts as so small that it shares a call; `launch` in the place of what launches a switch."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("dsp.moves", "dsp.plan.program", "dsp.plan.traffic"):
-            patch.setattr(sys.modules[module], "fuses", lambda nbytes, n: False)
+            patch.setattr(import_module(module), "fuses", lambda nbytes, n: False)
         patch.setattr("dsp.run.glue.send_ahead", launch)
         yield
 
