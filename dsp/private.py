@@ -81,12 +81,22 @@ def forget_fakes(most: int = 4096) -> None:
 
 
 def schemas(func: Any) -> list[Any]:
-    """The schemas of an op, of all overloads of a packet, or of those of a torch function written in C++."""
+    """The schemas of an op, of all overloads of a packet, or of those of a torch function written in C++.
+
+    A function written in C++ has the name of TorchScript's method of lists, too, as `sort`: that is left out.
+    """
     if isinstance(func, OpOverload):
         return [schema_of(func)]
-    if type(func) in (type(torch.add), type(Tensor.add)):
+    written_in_c = type(func) in (type(torch.add), type(Tensor.add))
+    if written_in_c:
         func = getattr(torch.ops.aten, func.__name__, None)
-    return [schema_of(getattr(func, name)) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else []
+    found = [schema_of(getattr(func, name)) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else []
+    return [schema for schema in found if not (written_in_c and of_lists(schema))]
+
+
+def of_lists(schema: Any) -> bool:
+    """Tell whether a schema is of one of TorchScript's methods of lists: they change the list, and return nothing."""
+    return bool(schema.arguments) and isinstance(schema.arguments[0].type, torch._C.ListType) and not schema.returns
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
