@@ -239,7 +239,7 @@ def test_a_killed_rank_is_named_on_the_screen_and_in_the_log(run, monkeypatch, k
     assert (directory / "console.log").read_text().splitlines()[-1] == said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_the_same_samples(run, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     options = "train.steps=12", "eval.every=0", "sample.every=0", "checkpoint.every=3"
