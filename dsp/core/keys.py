@@ -68,7 +68,7 @@ def add_parts(parts: list[Any], values: Any) -> None:
             parts += kind, v
 
 
-def key_part(v: Any, exact: bool = False) -> Any:
+def key_part(v: Any) -> Any:
     """The part of a node's key that an argument gives."""
     kind = type(v)
     if isinstance(v, Carrier):

@@ -80,7 +80,7 @@ class Recorder:
         self.meter.finish(node)
         results = tensors_in(out)
         node.identity = len(results) == 1 and any(out is t for t in tensors[:1]) and not writes
-        record.add((func, key_part(args, False), key_part(kwargs, False)), node)
+        record.add((func, key_part(args), key_part(kwargs)), node)
         node.regions = self.regions.places(before)
         self.gradients.note(node, tensors, results)
         if node.identity or what.in_place:
@@ -104,7 +104,7 @@ class Recorder:
         results, node.constants = tensors_in(out), constants_in(out)
         node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
         node.writes = tuple(i for i, t in enumerate(operands) if version(t) != versions[i])
-        record.add((stage.name, tuple(key_part(t, False) for t in operands)), node)
+        record.add((stage.name, tuple(key_part(t) for t in operands)), node)
         node.regions = self.regions.places(before)
         self.gradients.note(node, [read[id(t)] for t in (*operands, *nested)], results)
         return self.carried(node, out)

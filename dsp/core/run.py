@@ -87,7 +87,7 @@ class Runner:
         """A node made ready for operands in these layouts; it is noted if it is new."""
         operands = tensor_args(args, kwargs)
         refuse_functions(operands)
-        shared = func, key_part(args, False), key_part(kwargs, False)
+        shared = func, key_part(args), key_part(kwargs)
         node, at = self.prepared.node(shared, first or first_of(args, kwargs), at)
         if node is None:
             refuse(what, args, kwargs)
@@ -251,7 +251,7 @@ class Runner:
                 raise error
         operands = [b.tensor for b in bound]
         refuse_functions(operands)
-        shared = stage.name, tuple(key_part(t, False) for t in operands)
+        shared = stage.name, tuple(key_part(t) for t in operands)
         carriers = (t for t in (*operands, *(t for t, _ in nested)) if isinstance(t, Carrier))
         planned, at = self.prepared.node(shared, next(carriers), at)
         if planned is None:  # as in `ready`

@@ -29,7 +29,7 @@ class SourceWatch(Watch):
     """Makes nodes of sources while a forward is recorded; in a run it leads them to their nodes."""
 
     def on_plain(self, func: Any, what: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-        record, key = self.record, (func, key_part(args, False), key_part(kwargs, False))
+        record, key = self.record, (func, key_part(args), key_part(kwargs))
         recorded, driver = key in record.by_key, record.driver
         if key in record.no_sources:
             return func(*args, **kwargs)
