@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -38,13 +38,22 @@ class ByTensor(Generic[T]):
         return ((t, value) for own, value in list(self.held.values()) if (t := own()) is not None)
 
 
-def memory(t: Tensor) -> StorageWeakRef:
+class Memory(StorageWeakRef):
+    """A weak reference to a storage, which holds the number of it: a copy by attributes would free it twice."""
+
+    def __deepcopy__(self, memo: Any) -> Memory:
+        return self
+
+    __copy__ = partialmethod(__deepcopy__, None)
+
+
+def memory(t: Tensor) -> Memory:
     """The storage of a tensor: tensors with equal storages share memory."""
     with torch._C.DisableTorchFunction():
         try:
-            return StorageWeakRef(t.untyped_storage())
+            return Memory(t.untyped_storage())
         except NotImplementedError:  # sparse
-            return StorageWeakRef((values_of(t) if t.layout == torch.sparse_coo else t.values()).untyped_storage())
+            return Memory((values_of(t) if t.layout == torch.sparse_coo else t.values()).untyped_storage())
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:

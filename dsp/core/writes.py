@@ -173,14 +173,17 @@ class Elsewhere(Carrier):
 
 
 def refuse_write(record: Record, who: str, t: Tensor, need: Layout) -> None:
-    """Raise GlueError for a write into `t`, brought into a layout, that the rest of it or the caller would miss."""
+    """Raise GlueError for a write into `t`, brought into a layout, that the rest of it or the caller would miss.
+
+    A replicated carrier is, after a write into its part, the sharded tensor.
+    """
     if need is None and (not isinstance(t, Carrier) or t.cut is None):
         return
     if isinstance(t, Carrier):
         for param, ref in record.inputs.items():
             if ref is base_of(t).ref:
                 raise GlueError(INTO_INPUT.format(who=who, param=param))
-    if not isinstance(t, Carrier) or t.cut is None:
+    else:
         raise GlueError(INTO_PART.format(who=who))
 
 
@@ -204,11 +207,12 @@ def wrote(axis: Axis, who: str, t: Tensor, local: Tensor, cut: Layout, counted: 
     if not isinstance(t, Carrier):
         return
     back = cut is None and t.cut is not None and not counted
+    narrowed = cut is not None and t.cut is None
     if back:
         copy_back(axis, t, local)
     elif t.cut != cut:
         move(t, local, cut)
-    miss(who, t, memory(plain(t)))
+    miss(who, t, None if narrowed else memory(plain(t)))  # what shares the full tensor's memory lacks the other rows
     if back and t.base is None:
         copies_of(t)[None] = local
 
@@ -216,7 +220,7 @@ def wrote(axis: Axis, who: str, t: Tensor, local: Tensor, cut: Layout, counted: 
 def miss(who: str, t: Carrier, into: Any) -> None:
     """Bring the tensors that share memory with `t` on one device up to date after a write into the memory `into`.
 
-    One in other memory is from now on its copy in that memory; without such a copy it is stale.
+    One in other memory is from now on its copy in that memory; without such a copy it is stale. into None: all are.
     """
     base_of(t).copies = None
     own = weakref.ref(t)
