@@ -17,13 +17,14 @@ from dsp.planner import Value as Extents
 
 
 class Decision(NamedTuple):
-    """The planner's problem of a record, its solution, the node of each op (all but views and identities), and the
-    choice that was made for it."""
+    """The planner's problem of a record, its solution, the node of each op (all but views and identities), the choice
+    that was made for it, and the base of each value."""
 
     problem: Problem
     solution: Solution
     nodes: list[Node]
     choices: list[Choice]
+    bases: list[Base]
 
 
 def decide(
@@ -53,7 +54,7 @@ def decide(
         node.offer = node.offers[pick.execution]
     place(record, nodes, problem, versions.bases, choices, solution)
     record.planned = True
-    return Decision(problem, solution, nodes, choices)
+    return Decision(problem, solution, nodes, choices, versions.bases)
 
 
 class Versions:

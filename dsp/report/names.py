@@ -25,10 +25,10 @@ JOINS = frozenset({"cat", "concat", "concatenate"})
 
 
 class Names:
-    """The names of the cuts of each base."""
+    """The names of the cuts of each base; bases: of each of the planner's values."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, record: Record, bases: Sequence[Base]) -> None:
+        self.record, self.bases = record, bases
         self.names: dict[Base, dict[Cut, str]] = {base: dict.fromkeys(base.cuts, "") for base in record.bases}
         self.letters: dict[Ref, Sequence[str]] = {}  # of each dim of a tensor: the name that it derives from
         self.origins: dict[tuple[Base, Cut], tuple[Base, Cut]] = {}  # by result and cut: those of the operand
@@ -41,7 +41,7 @@ class Names:
 
     def of(self, v: int, cut: Layout) -> str | None:
         """The name of a layout of the v-th value; None if replicated."""
-        return None if cut is None else self.names[self.record.bases[v]][cut]
+        return None if cut is None else self.names[self.bases[v]][cut]
 
     # --- by patterns, and by the operands of operations ---
 

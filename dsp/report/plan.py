@@ -173,7 +173,7 @@ def place_of(error: Exception) -> str:
 
 def printed(record: Record, decision: Decision, goal: Goal) -> Plan:
     """The plan of a record with its decision."""
-    transfers, names, loads = planned_transfers(record), Names(record), Loads(record, decision)
+    transfers, names, loads = planned_transfers(record), Names(record, decision.bases), Loads(record, decision)
     sends = {phase: busiest([t for t in transfers if t.phase == phase], record.n) for phase in PHASES}
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in sends.items()}
     rows = TableRows(loads, names, by_move(record, decision, transfers))
@@ -200,14 +200,14 @@ def printed(record: Record, decision: Decision, goal: Goal) -> Plan:
         sends=sends,
         hardware=goal.hardware,
         problem=decision.problem,
-        names=[names.names[base] for base in record.bases],
+        names=[names.names[base] for base in decision.bases],
         inputs=inputs_along(record, decision, names),
     )
 
 
 def inputs_along(record: Record, decision: Decision, names: Names) -> dict[str, tuple[str, ...]]:
     """The dims along which each declared input is split."""
-    number, used = {base: v for v, base in enumerate(record.bases)}, dict[int, set[Layout]]()
+    number, used = {base: v for v, base in reversed([*enumerate(decision.bases)])}, dict[int, set[Layout]]()
     for op, choice in zip(decision.problem.ops, decision.choices):
         for v, cut in zip(op.inputs, choice.needs):
             used.setdefault(v, set()).add(cut)
@@ -237,6 +237,6 @@ def by_move(record: Record, decision: Decision, transfers: Sequence[Transfer]) -
     sent = {}
     for m in decision.solution.moves:
         if m.kind != "split":
-            waiting = calls.get((record.bases[m.value], m.src, m.dst))
+            waiting = calls.get((decision.bases[m.value], m.src, m.dst))
             sent[m] = m.bytes, waiting.pop(0) if waiting else int(record.n > 1)
     return sent
