@@ -36,8 +36,9 @@ class Carrier(Tensor):
     record: of the forward; ref: this tensor in the record; cut: how it is sharded (None: replicated); base: the carrier
     of which it is a view (None: it is no view); copies: of a base, the same numbers in other layouts, each made once;
     version: of the base when its copies were made; turns: of nodes with one key, which is next; family, siblings: the
-    tensors that share memory on one device, and of these those that have no element in common; now: the tensor since it
-    was written in another layout (`dsp.core.writes`).
+    tensors that share memory on one device, and of these those that have no element in common; index: of `x[index]`,
+    which may be written back by ``x[index] = value``; now: the tensor since it was written in another layout
+    (`dsp.core.writes`).
     """
 
     record: Record
@@ -49,6 +50,7 @@ class Carrier(Tensor):
     turns: dict[Any, Any] | None = None
     family: list[weakref.ref[Carrier]] | None = None
     siblings: Any = None
+    index: Any = None
     now: Carrier | None = None
 
     @classmethod

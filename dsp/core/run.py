@@ -81,6 +81,8 @@ class Runner:
         result = self.give(node, offer, out, args[0] if node.view else None)
         if node.kin:
             relate(node, tensor_args(args, kwargs), tensors_in(result))
+            if func is Tensor.__getitem__:
+                result.index = args[1]
         return result
 
     def ready(self, key: Any, at: int | None, func: Any, what: Any, args: Any, kwargs: Any, first: Any) -> Ready:
