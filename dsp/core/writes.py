@@ -144,7 +144,8 @@ class Stale(Carrier):
     def take_back(self, index: Any, value: Any) -> None:
         """Before `x[index] = value`: if value is the copy of x[index] that was written, x misses that write no more."""
         into = self.missed[2]
-        if into() is value and value.index == index:
+        copy = into()
+        if copy is not None and copy is value and copy.index == index:
             for t in (x() for x in self.family or ()):
                 if type(t) is Stale and t.missed[2] is into:
                     t.__class__ = Carrier  # type: ignore[assignment]
