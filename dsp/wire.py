@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from dsp.formats import Format
+    from dsp.planner import Packed, Value
 
 SAME, AUTO = "same", "auto"
 STOCHASTIC = "-stochastic"  # suffix of a format's name: gradients are rounded stochastically
@@ -64,6 +65,15 @@ class Wire(NamedTuple):
     def names(self) -> tuple[str, str]:
         """The formats of an op and of its adjoint, which rounds stochastically."""
         return self.forward, self.backward + STOCHASTIC * (self.backward != SAME)
+
+    def priced(self, value: Value) -> Value:
+        """The planner's value of a tensor, with the bytes that its switches, and those of its gradient, take."""
+
+        def packed(name: str) -> Packed:
+            form = format_for(name, value.real, value.itemsize)
+            return None if form is None else form.nbytes
+
+        return value if self == AS_IT_IS else replace(value, packed=(packed(self.forward), packed(self.backward)))
 
     def __str__(self) -> str:
         return f"switches travel as {self.forward}, their gradients as {self.backward}"

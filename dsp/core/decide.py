@@ -45,7 +45,7 @@ def decide(
             node.offers = output_offers(node, gather)
         choices = [choice(node, offer, k) for k, offer in enumerate(node.offers)]
         ops.append(Op(node.name, *versions.of(node), tuple(choices)))
-    values = tuple(versions.extents(names, record.n))
+    values = tuple(map(record.priced, versions.extents(names, record.n)))
     ops = [op if node.cost is FREE else priced(op, node, values, record.n, memory) for op, node in zip(ops, nodes)]
     problem = Problem(values, tuple(ops), record.n, memory, resident)
     problem, solution = without_batch(problem, [node.kind == "stage" for node in nodes], batch, say)

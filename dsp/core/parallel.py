@@ -154,6 +154,7 @@ class Parallel:
             add_inputs(record, bound, arrivals(bound))
             return record, []
         lay_out(record)
+        record.priced = self.axis.wire.priced
         decide(record, self.gather)
         return record, paths
 

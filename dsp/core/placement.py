@@ -17,6 +17,8 @@ def place(
     A value that nothing reads as it was made is switched by its maker, at the earliest place; other moves are made
     before the use. Operands that enter one node together move there, in one call.
     """
+    for node in record.nodes:
+        node.moves = []
     ops, used = problem.ops, dict[int, set[Layout]]()
     for op, pick in zip(ops, picks):
         for v, cut in zip(op.inputs, pick.needs):

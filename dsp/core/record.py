@@ -18,6 +18,7 @@ from torch import Tensor
 from dsp.calls import Operand
 from dsp.layout import Axis, Cut
 from dsp.notation import BATCH_NAMES, TensorPattern
+from dsp.planner import Value
 from dsp.private import checkpoint_frame
 from dsp.stages import Option, Stage
 from dsp.tensors import memory
@@ -288,7 +289,8 @@ class Record:
     have decisions, made before the first run; draws: something between stages draws random numbers; sources: functions
     of nodes without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint; no_sources: keys
     of calls that are none, because what they make outlives the forward; saved: the tensors that each checkpoint saves
-    in all (infinite: it recomputes all it ran); input_grads: the inputs that get a gradient from the outputs.
+    in all (infinite: it recomputes all it ran); input_grads: the inputs that get a gradient from the outputs; priced:
+    gives the planner's value of a tensor the bytes that its switches take, where these are not those of the tensor.
     """
 
     driver: Driver
@@ -312,6 +314,7 @@ class Record:
         self.no_sources: set[Any] = set()
         self.saved: list[float] = []
         self.input_grads: dict[str, Ref] = {}
+        self.priced: Callable[[Value], Value] = lambda value: value
 
     def ref(self, t: Tensor, shape: Sequence[int] | None = None) -> Ref:
         """A new reference to a tensor, of which `t` may be a part; shape: its global shape."""

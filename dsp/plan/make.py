@@ -25,30 +25,16 @@ from dsp.plan.program import Program
 from dsp.plan.reads import traced
 from dsp.plan.solve import Goal, solved
 from dsp.plan.traffic import PlannedTraffic, of_links
-from dsp.planner import Packed, Value
+from dsp.report.quickest import shortest
 from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.stages import Stage
-from dsp.wire import AS_IT_IS, SAME, Wire, format_for, permitted
-
-WORTH = 0.03  # the share of a step that fewer bits have to save
-
-
-def travelling(t: Trace, wire: Wire) -> Trace:
-    """A trace whose values switch in the formats of `wire`."""
-
-    def packed(value: Value, name: str) -> Packed:
-        form = format_for(name, value.real, value.itemsize)
-        return None if form is None else form.nbytes
-
-    if wire == AS_IT_IS:
-        return t
-    return replace(t, values=[replace(v, packed=(packed(v, wire.forward), packed(v, wire.backward))) for v in t.values])
+from dsp.wire import SAME, permitted
 
 
 def make_plan(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     """Solve a trace; `stages` by name."""
-    found = solved(travelling(t, goal.wire), stages, goal)
+    found = solved(replace(t, values=[*map(goal.wire.priced, t.values)]), stages, goal)
     program = Program(found)
     loads = Loads(found)
     overlaps = Overlaps(loads, program, goal.overlap, goal.wire)
@@ -103,16 +89,6 @@ def quickest(t: Trace, stages: Mapping[str, Stage], goal: Goal) -> Plan:
     for wire, overlap in [*product(goal.permits, [goal.overlap, *also])][1:]:
         plans.append(make_plan(t, stages, replace(goal, permits=(wire,), overlap=overlap)))
     return plans[shortest([(plan.wire, plan.estimate.step) for plan in plans])]
-
-
-def shortest(steps: Sequence[tuple[Wire, float]]) -> int:
-    """The index of the shortest step; exact ones come first, and fewer bits must save the share WORTH to win."""
-    best = 0
-    for at, (wire, seconds) in enumerate(steps):
-        worth = WORTH if wire != steps[best][0] else 0.0
-        if seconds < (1 - worth) * steps[best][1]:
-            best = at
-    return best
 
 
 def plan(

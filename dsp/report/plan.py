@@ -21,21 +21,25 @@ from dsp.glue.offers import ShardingRules
 from dsp.hardware import Hardware
 from dsp.known import stages_of
 from dsp.layout import Cut, cuts_of
+from dsp.legs import STRAIGHT, Ways
 from dsp.lines import lines_of
 from dsp.notation import NotationError, StagePattern
 from dsp.planner import Move
 from dsp.private import DataDependentOutputException, DynamicOutputShapeException, wraps_compiled
 from dsp.report.advice import remedy
 from dsp.report.cost import Loads, TableRows
+from dsp.report.legs import Routed, packed, routed, sent_over_links
 from dsp.report.measure import Measure
 from dsp.report.names import Names
+from dsp.report.quickest import shortest
 from dsp.report.table import Plan
 from dsp.report.traffic import PHASES, Transfer, planned_transfers
+from dsp.routes import Route
 from dsp.stages import Stage, clean
 from dsp.tensors import tensors_in
 from dsp.text import Moving
 from dsp.traits import op_name
-from dsp.wire import SAME
+from dsp.wire import AS_IT_IS, SAME, Wire, permitted
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # in errors of numpy(), format() and pickle
@@ -43,7 +47,8 @@ SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # in 
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a plan, of the arguments of `plan`. batch: batch may be sharded to save bytes."""
+    """The goal of a plan, of the arguments of `plan`. batch: batch may be sharded to save bytes; permits: the formats
+    in which switches may travel, the exact one first."""
 
     size: int
     memory: int | None = None
@@ -52,10 +57,17 @@ class Goal:
     given: Mapping[str, Cut] = field(default_factory=dict)
     hardware: Hardware | None = None
     batch: bool = True
+    permits: tuple[Wire, ...] = (AS_IT_IS,)
+    ways: Ways = STRAIGHT
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size, the number of ranks, must be at least 1, got {self.size}")
+        if len(self.permits) > 1 and self.hardware is None:
+            raise ValueError(
+                "wire='auto' weighs the time that fewer bytes save against the time to convert them, by the "
+                "hardware: pass hardware=dsp.Hardware(...), or name a format"
+            )
 
 
 def plan(
@@ -71,7 +83,7 @@ def plan(
     given: Mapping[str, Placement] | None = None,
     hardware: Hardware | None = None,
     wire: str | Mapping[str, str] = SAME,
-    route: Any = None,
+    route: str | Route | Hardware | None = None,
     overlap: Any = None,
 ) -> Plan:
     """The cheapest way to run `model` on `size` ranks, found on one process without running it: nothing is allocated.
@@ -81,12 +93,17 @@ def plan(
     may hold, parameters included; dtype: the floating-point type to plan for, by default that of the model;
     gather_output: the outputs are gathered, as for `parallelize`; given: the parameters whose arguments will be
     DTensors, sharded already, and their placement; hardware: the devices and the links between them, for an estimate in
-    seconds (it neither changes the layouts nor limits the memory). Raises ValueError on a stage that does not fit, and
+    seconds (it neither changes the layouts nor limits the memory); wire, route: the formats and routes of switches, as
+    for `parallelize`, where "auto" decides by `hardware`; ``wire="auto"`` permits fewer bits, which are not exact.
+    Raises ValueError on a stage that does not fit, and
     `dsp.planner.Infeasible` if nothing fits in the memory.
     """
-    if wire != SAME or route is not None or overlap is not None:
-        raise NotImplementedError("wire=, route= and overlap= do not work with DSP_HOUSE=new yet")
-    goal = Goal(size, memory, dtype, gather_output, cuts_of(given or {}), hardware)
+    if overlap is not None:
+        raise NotImplementedError("overlap= does not work with DSP_HOUSE=new yet")
+    goal = Goal(
+        size, memory, dtype, gather_output, cuts_of(given or {}), hardware, permits=permitted(wire),
+        ways=Route.of(route).over(size, hardware),
+    )  # fmt: skip
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     return plan_stages(model, *stages_of(model, stages), args, dict(kwargs or {}), goal, advise=True)
 
@@ -101,9 +118,7 @@ def plan_stages(
     params = [*model.parameters(), *model.buffers()]
     kinds = RecordOptions(dtype=goal.dtype)
     resident = sum(t.numel() * kinds.dtype_of(t).itemsize for t in {id(t): t for t in params}.values())
-    with Moving("plan") as line:
-        decision = decide(record, goal.gather_output, goal.memory, resident, goal.batch, line.say)
-    made = printed(record, decision, goal)
+    made = quickest(record, resident, goal)
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     between = [(path, m) for path, m in model.named_modules() if path and id(m) not in staged]
     compiled = [*meter.compiled, *(clean(path) for path, m in between if wraps_compiled(m))]
@@ -117,6 +132,22 @@ def plan_stages(
     unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
     replan = lambda named: plan_stages(model, stages, named, args, kwargs, goal)  # noqa: E731
     return replace(made, remedy=remedy(root, record, unnamed, made, replan))
+
+
+def quickest(record: Record, resident: int, goal: Goal) -> Plan:
+    """The plan with the shortest step by `goal.hardware`, among those in the formats that the goal permits."""
+
+    def planned(wire: Wire) -> Plan:
+        record.priced = wire.priced
+        with Moving("plan") as line:
+            decision = decide(record, goal.gather_output, goal.memory, resident, goal.batch, line.say)
+        return printed(record, decision, goal, wire)
+
+    first, *others = goal.permits
+    plans = [planned(first)]
+    if any(s.kind == "switch" for s in plans[0].switches):
+        plans += map(planned, others)
+    return plans[0] if len(plans) == 1 else plans[shortest([(made.wire, made.estimate.step) for made in plans])]
 
 
 def recorded(
@@ -171,12 +202,14 @@ def place_of(error: Exception) -> str:
     return op + (f" at {lines[-1]}" if lines else "")
 
 
-def printed(record: Record, decision: Decision, goal: Goal) -> Plan:
-    """The plan of a record with its decision."""
-    transfers, names, loads = planned_transfers(record), Names(record, decision.bases), Loads(record, decision)
+def printed(record: Record, decision: Decision, goal: Goal, wire: Wire) -> Plan:
+    """The plan of a record with its decision; wire: the formats in which switches travel."""
+    planned, names, loads = planned_transfers(record), Names(record, decision.bases), Loads(record, decision)
+    routes = routed(record, planned, goal.ways)
+    transfers = [leg for route in routes for leg in route.legs]
     sends = {phase: busiest([t for t in transfers if t.phase == phase], record.n) for phase in PHASES}
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in sends.items()}
-    rows = TableRows(loads, names, by_move(record, decision, transfers))
+    rows = TableRows(loads, names, by_move(record, decision, routes))
     replicated = [work for work, share in zip(loads.flops, loads.shares) if share == 1]
     return Plan(
         record.n,
@@ -202,6 +235,10 @@ def printed(record: Record, decision: Decision, goal: Goal) -> Plan:
         problem=decision.problem,
         names=[names.names[base] for base in decision.bases],
         inputs=inputs_along(record, decision, names),
+        wire=wire,
+        ways=goal.ways,
+        links=sent_over_links(routes, PHASES),
+        packs=packed(record, planned, wire),
     )
 
 
@@ -228,15 +265,16 @@ def busiest(transfers: Sequence[Transfer], n: int) -> dict[str, tuple[int, int]]
     return kinds
 
 
-def by_move(record: Record, decision: Decision, transfers: Sequence[Transfer]) -> dict[Move, tuple[int, int]]:
+def by_move(record: Record, decision: Decision, routes: Sequence[Routed]) -> dict[Move, tuple[int, int]]:
     """For each move the bytes that the busiest rank sends, and its calls without those shared with an earlier move."""
-    calls: dict[Any, list[int]] = {}
-    for t in transfers:
-        if t.phase == "forward" and t.move is not None:
-            calls.setdefault(t.move, []).append(t.calls)
+    costs: dict[Any, list[tuple[int, int]]] = {}
+    for transfer, legs, _ in routes:
+        if transfer.phase == "forward" and transfer.move is not None:
+            cost = max(map(sum, zip(*[leg.sent for leg in legs]))), sum(leg.calls for leg in legs)
+            costs.setdefault(transfer.move, []).append(cost)
     sent = {}
     for m in decision.solution.moves:
         if m.kind != "split":
-            waiting = calls.get((decision.bases[m.value], m.src, m.dst))
-            sent[m] = m.bytes, waiting.pop(0) if waiting else int(record.n > 1)
+            waiting = costs.get((decision.bases[m.value], m.src, m.dst))
+            sent[m] = waiting.pop(0) if waiting else (m.bytes, int(record.n > 1))
     return sent

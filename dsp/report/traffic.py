@@ -201,19 +201,16 @@ class Walk:
     def moved(self, phase: str, switches: Sequence[NewCopy]) -> Iterator[Transfer]:
         """The transfers of moves at one place; in backward, of those whose copies get a gradient."""
         shared = False
-        for node, base, src, dst, copy in switches:
+        for node, base, src, dst, copy in sorted(switches, key=lambda s: not fuses(s.base.ref.nbytes, self.n)):
             if phase == "backward" and not copy.grad:
                 continue
-            kind, value = kind_of(src, dst), self.extents(base)
+            kind, value = kind_of(src, dst), value_of(self.record, base, phase)
             small = kind == "switch" and fuses(base.ref.nbytes, self.n)
             calls, shared = int(not (small and shared)), shared or small
             if phase == "backward":
                 kind, src, dst = MOVES[kind].adjoint, dst, src
             sent = tuple(MOVES[kind].sent(value, src, dst, self.n))
             yield Transfer(phase, node, kind, calls, sent, Relayout(base, src, dst))
-
-    def extents(self, base: Base) -> Extents:
-        return extents("", base, self.n)
 
     def adjoints(self) -> Iterator[Transfer]:
         """The transfers of backward."""
@@ -223,6 +220,12 @@ class Walk:
             back = [part.back for part in c.parts if differentiated(node, part)]
             if any(map(any, back)):
                 yield from transfers_of("backward", node, c.adjoint, back)
+
+
+def value_of(record: Record, base: Base, phase: str) -> Extents:
+    """A tensor as the planner reads it; in backward its gradient, which may travel in another format."""
+    value = record.priced(extents("", base, record.n))
+    return value.gradient if phase == "backward" else value
 
 
 def differentiated(node: Node, part: InnerPart) -> bool:

@@ -13,7 +13,7 @@ import zoo
 from dsp import hardware
 from dsp.core.meter import Meter
 from dsp.hardware import Exchange, accelerator, all_reduced, fully_sharded, measure
-from dsp.plan.make import WORTH, shortest
+from dsp.report.quickest import WORTH, shortest
 from dsp.wire import AS_IT_IS, Wire, format_for, permitted
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints

@@ -28,7 +28,7 @@ ROOMS = {
     "core": """meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers checkpoints
         inputs persistent stage_calls recording run hooks gradient_hooks placement decide parallel""",
     "glue": "traffic local sources offers",
-    "report": "traffic picture hidden table names cost measure advice plan",
+    "report": "quickest traffic legs picture hidden table names cost measure advice plan",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid place core ulysses low_rank ring tensor method timing",
