@@ -148,7 +148,7 @@ class Parallel:
         except (NotationError, GlueError):
             raise
         except Exception:  # the forward reads its data, or calls what cannot run without
-            record = Record(n, sizes_of_root(self.model, self.root, args, kwargs), self.rules)
+            record = Record(n, sizes_of_root(self.model, self.root, args, kwargs), self.rules, self.stages)
             record.memories, record.compiled = None, compiler_loaded()
             bound = self.signature.bind(args, kwargs)[1]
             add_inputs(record, bound, arrivals(bound))

@@ -8,7 +8,7 @@ runs. The planner chooses one offer for each node; the decision is written on th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -284,19 +284,20 @@ class Record:
     """The nodes of a forward on `n` ranks, in order. Tensors between stages carry it.
 
     sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
-    patterns: of the inputs that have one; entry: the layout in which each input enters; persistent: carriers of earlier
-    calls that it reads, by their paths; by_key: nodes by what identifies them (`dsp.core.keys`); planned: the nodes
-    have decisions, made before the first run; draws: something between stages draws random numbers; sources: functions
-    of nodes without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint; no_sources: keys
-    of calls that are none, because what they make outlives the forward; saved: the tensors that each checkpoint saves
-    in all (infinite: it recomputes all it ran); input_grads: the inputs that get a gradient from the outputs; priced:
-    gives the planner's value of a tensor the bytes that its switches take, where these are not those of the tensor.
+    stages: that it may call; patterns: of the inputs that have one; entry: the layout in which each input enters;
+    persistent: carriers of earlier calls that it reads, by their paths; by_key: nodes by what identifies them
+    (`dsp.core.keys`); planned: the nodes have decisions, made before the first run; draws: something between stages
+    draws random numbers; sources: functions of nodes without an operand that is a `Ref`; sources_recompute: some of
+    them are in a checkpoint; no_sources: keys of calls that are none, because what they make outlives the forward;
+    saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the inputs
+    that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that its switches
+    take, where these are not those of the tensor.
     """
 
     driver: Driver
 
-    def __init__(self, n: int, sizes: dict[str, int], rules: Any) -> None:
-        self.n, self.sizes, self.rules = n, sizes, rules
+    def __init__(self, n: int, sizes: dict[str, int], rules: Any, stages: Iterable[Stage]) -> None:
+        self.n, self.sizes, self.rules, self.stages = n, sizes, rules, frozenset(stages)
         self.nodes: list[Node] = []
         self.bases: list[Base] = []
         self.inputs: dict[str, Ref] = {}

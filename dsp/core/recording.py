@@ -207,7 +207,7 @@ def record_forward(
     sharded = arrivals_as_stated(signature.bind(args, kwargs)[1], options.given)
     clone = ModelCopy(model, stages, copies)
     args, kwargs = remade((tuple(args), dict(kwargs)), copies.of)
-    record = Record(n, sizes_of_root(model, root, args, kwargs), rules)
+    record = Record(n, sizes_of_root(model, root, args, kwargs), rules, stages)
     record.no_sources |= options.no_sources
     persistent = PersistentTensors(record, copies.full, clone.module, args, kwargs)
     meter = options.meter(record, clone.module, copies.by_id.values())

@@ -30,6 +30,8 @@ class StageCall:
         t = first_carrier((*args, *kwargs.values()))
         if t is not None:
             record = t.record
+            if self.stage not in record.stages:  # a stage of a parallel model inside the one that runs
+                return self.call(*args, **kwargs)
             with inside(record) if record.sources or record.compiled or not record.planned else UNCHANGED:
                 return record.driver.stage(self.stage, self.call, args, kwargs)
         with unwatched():
@@ -50,7 +52,7 @@ def keep_compiled(model: nn.Module, calls: Iterable[StageCall], between: Iterabl
     """
     for call in calls:
         module = call.stage.module
-        if (compiled := compiled_call(module)) is not call:
+        if (compiled := compiled_call(module)) is not call and not isinstance(compiled, StageCall):
             call.call = compiled
             set_compiled_call(module, call)
     for module in (model, *between):
