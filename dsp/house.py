@@ -10,6 +10,7 @@ from torch import nn
 
 from dsp.core.parallel import Parallel
 from dsp.glue.offers import ShardingRules
+from dsp.guard.guards import GUARDS
 from dsp.layout import Axis
 from dsp.notation import StagePattern
 from dsp.run.parallel import FullRuntime
@@ -28,4 +29,4 @@ def install(
     asked = [name for name, value in options.items() if value]
     if asked:
         raise NotImplementedError(f"{asked[0]}= does not work with DSP_HOUSE=new yet")
-    Parallel(model, axis, stages, root, gather_output, ShardingRules())
+    Parallel(model, axis, stages, root, gather_output, ShardingRules(), GUARDS)

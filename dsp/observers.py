@@ -22,6 +22,8 @@ class Observer(Protocol):
 
 
 OBSERVER: ContextVar[Observer | None] = ContextVar("dsp_observer", default=None)
+# the node for which collectives run now (`dsp.core.record.Node`); a stage's call while its module runs; None elsewhere
+RUNNING: ContextVar[Any] = ContextVar("dsp_running", default=None)
 
 
 def notify(name: str, *args: Any) -> None:
@@ -46,13 +48,15 @@ def run_observed(ctx: Any, op: Callable[..., Result], *args: Any) -> Result:
 
 
 class observing:
-    """Make an observer the active one."""
+    """Make an observer the active one, while no node runs yet."""
 
     def __init__(self, observer: Observer | None) -> None:
         self.observer = observer
 
     def __enter__(self) -> None:
-        self.token = OBSERVER.set(self.observer)
+        self.tokens = OBSERVER.set(self.observer), RUNNING.set(None)
 
     def __exit__(self, *error: object) -> None:
-        OBSERVER.reset(self.token)
+        observer, running = self.tokens
+        OBSERVER.reset(observer)
+        RUNNING.reset(running)  # it may hold tensors, where an error ended a stage

@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.core.parallel import Parallel
 from dsp.glue.offers import ShardingRules
+from dsp.guard.agreement import agree
+from dsp.guard.guards import GUARDS
 from dsp.hardware import Hardware
 from dsp.known import stages_of
 from dsp.layout import Axis
@@ -54,7 +56,10 @@ def parallelize(
         return model
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or a pipeline of diffusers, not {type(model).__name__}")
+    if axis.size > 1:
+        stated = stages if stages is not None else getattr(model, "stages", None)
+        agree(axis, model, {"stages": stated, "wire": axis.wire, "route": axis.ways, "gather_output": gather_output})
     declarations = stages_of(model, stages)
     if axis.size > 1:
-        Parallel(model, axis, *declarations, gather_output, ShardingRules())
+        Parallel(model, axis, *declarations, gather_output, ShardingRules(), GUARDS)
     return model

@@ -45,10 +45,10 @@ from benchmarks.gpu_parts import (
     pretended,
     told,
 )
+from dsp.guard.agreement import Agreement
 from dsp.layout import Axis
 from dsp.pending import PendingSwitch
 from dsp.randomness import forked
-from dsp.run.agreement import Agreement
 from dsp.tensors import tensors_in
 from zoo.training.model import repeated_stages
 from zoo.video import mamba

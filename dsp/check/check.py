@@ -17,9 +17,9 @@ from dsp.check.compare import Trial, compare
 from dsp.check.independence import compare_slices, recorded, some, unseen
 from dsp.check.modes import Mode, called, prepared, rounding
 from dsp.check.report import Report
+from dsp.guard.agreement import agree
 from dsp.known import stages_of
 from dsp.layout import Axis
-from dsp.run.agreement import agree
 from dsp.signature import Signature, sizes_of_root
 from dsp.slices import TOLERANCE, cast, smaller
 from dsp.tensors import tensors_in

@@ -22,6 +22,7 @@ from dsp.between import without_data_of
 from dsp.core.record import Layout, Record, Ref
 from dsp.gradients import covered_exit
 from dsp.moves import gather_local
+from dsp.observers import RUNNING
 from dsp.private import OpOverload
 from dsp.tensors import version
 from dsp.traits import traits
@@ -94,6 +95,7 @@ class Carrier(Tensor):
 
     def as_dtensor(self) -> Tensor:
         """The DTensor, or the tensor if it is replicated."""
+        RUNNING.set(None)  # what the caller does with it is of no node
         if self.cut is None:
             return plain(self)
         return self.record.driver.axis.wrap(plain(self), self.cut, self.ref.shape, guard=True)

@@ -1,14 +1,18 @@
-"""A checkpoint inside another one: its arguments come back as plain tensors, and get back what they carried."""
+"""A checkpoint inside another one: its arguments come back as plain tensors, and get back what they carried.
+
+A recomputation has the observer of collectives that its forward had, in whichever thread it runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from dsp.core.carrier import Carrier, carry, plain
+from dsp.observers import OBSERVER, observing
 from dsp.private import Recompute, checkpoint_arguments, checkpoint_frame
 
 
@@ -25,4 +29,4 @@ def keep_arguments() -> None:
         restored = [a if c is None or type(a) is not Tensor else carry(c[0], a, c[1], c[2]) for a, c in pairs]
         return *args[:first], *restored
 
-    Recompute(frame, keep_arguments, nullcontext, plain, restore)
+    Recompute(frame, keep_arguments, partial(observing, OBSERVER.get()), plain, restore)

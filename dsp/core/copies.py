@@ -13,6 +13,7 @@ from dsp.core.carrier import LOCAL, Carrier, base_of, copies_of, plain
 from dsp.core.record import Layout, Node, Record, Ref
 from dsp.layout import Axis, separable
 from dsp.moves import Part, gather_local, switch_all
+from dsp.observers import RUNNING
 
 
 class CopySwitch(NamedTuple):
@@ -29,6 +30,7 @@ class Copies:
 
     def bring(self, node: Node, operands: Sequence[Tensor], needs: Sequence[Layout]) -> list[Tensor]:
         """The parts of a node's operands in the cuts that it needs."""
+        RUNNING.set(node)
         switches: list[CopySwitch] = []
         for moved, src, dst in node.moves:  # as planned
             for base in (base_of(t) for t in operands if isinstance(t, Carrier)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ from dsp.core.carrier import Carrier, first_carrier, plain
 from dsp.core.decide import decide
 from dsp.core.hooks import order_hooks
 from dsp.core.inputs import Inputs, add_inputs, arrivals, properties, signature_of
+from dsp.core.observed import Events, ModelCall, Observe
 from dsp.core.offers import Rules, lay_out
 from dsp.core.persistent import adopt, layout_at
 from dsp.core.record import Node, Record
@@ -29,6 +31,7 @@ from dsp.core.watch import watched
 from dsp.gradients import covered_exit, waited
 from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
+from dsp.observers import RUNNING
 from dsp.private import AsyncCollectiveTensor, compiler_loaded, forward_level, maybe_current_level, pytree
 from dsp.randomness import share, unshare
 from dsp.signature import sizes_of_root
@@ -44,17 +47,18 @@ USUAL = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(No
 class Parallel:
     """A parallel model: its forward, by the record for inputs like these.
 
-    paths: of carriers that calls left and later ones read; leaving: keys of records that leave others, which nobody is
-    known to read; running: the number of its forwards that run.
+    observers: of its calls (`dsp.core.observed`); paths: of carriers that calls left and later ones read; leaving: keys
+    of records that leave others, which nobody is known to read; running: the number of its forwards that run.
     """
 
     def __init__(
-        self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather: bool, rules: Rules
-    ) -> None:
+        self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather: bool, rules: Rules,
+        observers: Sequence[Observe] = (),
+    ) -> None:  # fmt: skip
         if isinstance(getattr(model.forward, "__self__", None), Parallel):
             raise ValueError("this model is already parallelized; build it anew to parallelize it differently")
         self.model, self.axis, self.gather, self.rules = model, axis, gather, rules
-        self.stages, self.root = stages, root
+        self.stages, self.root, self.observers = stages, root, observers
         self.forward, self.signature = model.forward, signature_of(model, root)
         self.install()
         model.forward = self.call
@@ -65,6 +69,9 @@ class Parallel:
         self.leaving = set[Any]()
         self.stage_calls = [StageCall(stage, stage.module) for stage in self.stages]
         self.staged = [stage.module for stage in self.stages]
+        self.events = Events()
+        for observe in self.observers:
+            observe(self, self.events)
 
     @cached_property
     def between(self) -> list[nn.Module]:
@@ -75,7 +82,7 @@ class Parallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         """The same for a copy of the model, on the same ranks and with its own records."""
         new = memo[id(self)] = object.__new__(Parallel)
-        new.axis, new.gather, new.rules = self.axis, self.gather, self.rules
+        new.axis, new.gather, new.rules, new.observers = self.axis, self.gather, self.rules, self.observers
         for name in ("model", "stages", "root", "forward", "signature"):  # the copied model is not complete yet
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.install()
@@ -87,6 +94,22 @@ class Parallel:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if first_carrier((*args, *kwargs.values())) is not None:  # inside another parallel model
             return self.forward(*args, **kwargs)
+        for begin in self.events.begin:
+            begin()
+        token = RUNNING.set(None)
+        try:
+            return self.observed(args, kwargs)
+        except BaseException as error:
+            for fail in self.events.fail:
+                fail(error)
+            raise
+        finally:
+            RUNNING.reset(token)
+            for over in self.events.over:
+                over()
+
+    def observed(self, args: Any, kwargs: Any) -> Any:
+        """The output of a forward."""
         order_hooks(self.between, self.staged)
         if compiler_loaded():
             keep_compiled(self.model, self.stage_calls, self.between)
@@ -99,6 +122,9 @@ class Parallel:
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
         key = spec, *map(properties, leaves), self.model.training, torch.is_grad_enabled()
         record = self.record(key, args, kwargs)
+        call = ModelCall(args, kwargs, leaves, spec, key, record)
+        for ready in self.events.ready:
+            ready(call)
         outside: Any = record.driver
         if record.persistent:
             adopt(record, self.axis, self.model, args, kwargs)
@@ -108,7 +134,10 @@ class Parallel:
         try:
             with watched(record), CompileOff() if record.compiled else UNCHANGED:
                 out = self.forward(*local_args, **local_kwargs)
-            return self.bring_out(outside.runner, out)
+            out = self.bring_out(outside.runner, out)
+            for end in self.events.end:
+                end(call, out)
+            return out
         finally:
             record.driver, self.running = outside, self.running - 1
             if token is not None:

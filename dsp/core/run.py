@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from dsp.core.writes import kin_on_meta, note_writes, own_memory, refuse_write, 
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
 from dsp.notation import NotationError
+from dsp.observers import RUNNING
 from dsp.private import backward_pass, saving_hooks
 from dsp.randomness import forked
 from dsp.rules.functions import DENSE
@@ -38,6 +39,15 @@ from dsp.stages import Stage, cut_for
 from dsp.tensors import constants_in, map_tensors, tensors_in, version
 
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error
+
+
+class InStage(NamedTuple):
+    """The call of a stage's module on this rank's parts, while it runs."""
+
+    node: Node
+    offer: Offer
+    args: Any
+    kwargs: Any
 
 
 class Runner:
@@ -135,6 +145,7 @@ class Runner:
         goals = [cut if push is None else push for cut, push in zip(offer.gives, pushes, strict=False)]
         parts = [Part(t, src, dst, r.shape) for t, src, dst, r in zip(tensors, offer.gives, goals, node.results)]  # type: ignore[arg-type]
         moving = [p for p in parts if p.src is not None and p.src != p.dst]
+        RUNNING.set(node)
         switched = iter(switch_all(moving, self.axis) if moving else ())
         results: list[Tensor] = []
         for p, r in zip(parts, node.results):
@@ -171,8 +182,10 @@ class Runner:
             (args if type(slot) is int else kwargs)[slot] = part
         if nested:
             args, kwargs = map_tensors((args, kwargs), map(plain, tensors_in((args, kwargs))))
+        RUNNING.set(InStage(node, offer, args, kwargs))
         with forked(self.axis) if node.draws and sharded(offer) else nullcontext():
             out = (local or call)(*args, **kwargs)
+        RUNNING.set(node)
         for i, before in enumerate(versions):
             if version(parts[i]) != before:
                 refuse_write(self.record, stage.where, operands[i], offer.needs[i])

@@ -18,6 +18,7 @@ from dsp.embedded.place import PlacedStage
 from dsp.embedded.ring import Ring
 from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
+from dsp.guard.agreement import agree
 from dsp.hardware import Hardware
 from dsp.house import install
 from dsp.known import stages_of
@@ -28,7 +29,6 @@ from dsp.plan.make import plan_stages
 from dsp.plan.solve import Goal
 from dsp.report.table import Plan
 from dsp.routes import Route
-from dsp.run.agreement import agree
 from dsp.run.parallel import kind_of
 from dsp.signature import Signature
 from dsp.stages import Stage, find_stages

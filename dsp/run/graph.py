@@ -24,6 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from dsp.guard.agreement import same
 from dsp.layout import At, Axis
 from dsp.observers import observing
 from dsp.plan.script import Script
@@ -41,7 +42,6 @@ from dsp.private import (
     schema_of,
 )
 from dsp.rules.functions import RECURRENCES
-from dsp.run.agreement import same
 from dsp.run.forward import Run, Unfit
 from dsp.run.guards import Guards, options_of
 from dsp.run.outputs import Made, bring_out, hand_out

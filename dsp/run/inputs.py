@@ -32,17 +32,6 @@ def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any
     return pytree.tree_flatten((args, kwargs))
 
 
-def named(positional: list[str], spec: Any, leaf: int) -> str:
-    """The name of leaf number `leaf` in terms of the forward, whose parameters are `positional`."""
-    if isinstance(spec, tuple):
-        args, kwargs = range(spec[0]), dict(zip(spec[1:], range(spec[0], spec[0] + len(spec))))
-    else:
-        args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
-    both = {positional[i] if i < len(positional) else f"args[{i}]": v for i, v in enumerate(args)} | kwargs
-    path = next(path for path, i in pytree.tree_flatten_with_path(both)[0] if i == leaf)
-    return getattr(path[0], "key", "") + pytree.keystr(path[1:])
-
-
 def describe(leaves: list[Any], spec: Any) -> Any:
     """The signature of a call's inputs: the properties on which a plan depends."""
     return spec, *map(described, leaves)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from dsp.calls import GlueError
 from dsp.core.skeleton import KEPT
 from dsp.gradients import waited
+from dsp.guard.agreement import DIFFER, Agreement, agree, number, same, same_weights
 from dsp.hardware import Hardware
 from dsp.known import stages_of
 from dsp.layout import Axis, Cut
@@ -49,7 +50,6 @@ from dsp.private import (
 )
 from dsp.report.table import Plan
 from dsp.routes import Route
-from dsp.run.agreement import Agreement, agree, number, same, same_weights
 from dsp.run.forward import Run, Unfit
 from dsp.run.glue import Glue
 from dsp.run.graph import Graph, Graphs
@@ -79,11 +79,6 @@ COMPILE = (
     "torch.compile of a parallelized model, or of several of its stages in one call, does not work. Give "
     "dsp.parallelize compile=True; or, after dsp.parallelize, compile the forward of each stage by itself, as in "
     "block.forward = torch.compile(block.forward)"
-)
-DIFFER = (
-    "the ranks of one sequence-parallel group made different plans for the same inputs. Probably their models branch "
-    "differently, because of a flag, an environment variable or a random number that torch did not draw. Let every "
-    "rank run the same code"
 )
 UNPLANNED = (
     "{model} runs without a plan, because none could be made of its forward: {why}. Results are right, but "

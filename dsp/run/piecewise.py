@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from dsp.chunked import ChunkedSwitch
 from dsp.exchange import dense, order_of
 from dsp.gradients import waited
+from dsp.guard.agreement import Agreement
 from dsp.layout import At, Axis, Cut
 from dsp.methods import Peers
 from dsp.plan.script import PlannedNode, Script, StageStep
 from dsp.planner import piece_sizes
 from dsp.private import compiled_call
-from dsp.run.agreement import Agreement
 from dsp.run.forward import InStage, Run
 from dsp.run.notes import misread, of_a_collective
 from dsp.run.stage_calls import StageCalls, StageDecision, with_dummy

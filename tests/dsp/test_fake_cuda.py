@@ -32,11 +32,11 @@ from dsp.calls import Operand
 from dsp.core.meter import Meter
 from dsp.embedded import blocks
 from dsp.exchange import SwitchPlan
+from dsp.guard.agreement import ROW, Agreement
 from dsp.layout import Axis, Cut, chunk
 from dsp.planner import chunk_sizes
 from dsp.randomness import forked
 from dsp.rules import RULES, Frame
-from dsp.run.agreement import ROW, Agreement
 from dsp.tensors import tensors_in
 from tests.support.cases import CASES, example
 from tests.support.slow import slow
@@ -80,7 +80,7 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "to_host", lambda self, work, everyone: (work.wait, everyone))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Agreement, "finish", lambda self: setattr(self, "pending", None))
-    monkeypatch.setattr("dsp.run.agreement.alike", lambda everyone: True)
+    monkeypatch.setattr("dsp.guard.agreement.alike", lambda everyone: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr("dsp.run.stage_calls.drew", lambda axis, before: False)  # fake states cannot be compared
 

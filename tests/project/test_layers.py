@@ -13,7 +13,7 @@ LAYERS = """
 text private launch lines world notation planner messages formats wire hardware overlap
 tensors compile_off observers exchange legs routes packed collectives chunked pending sent rows deal count gradients
 layout sharded moves ops randomness methods signature stages known pipelines slices calls traits between
-rules core glue report plan run house parallel check discovery embedded cluster_check
+rules core glue report guard plan run house parallel check discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
@@ -23,12 +23,13 @@ ROOMS = {
         places precision operation names backwards operations without_data measuring rehearsal reads
         cost overlap traffic advice make choose""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
-        notes traffic_check agreement piecewise recipes follow gradient_hooks functions
+        notes traffic_check piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
     "core": """meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers checkpoints
-        inputs persistent stage_calls recording run hooks gradient_hooks placement decide parallel""",
+        inputs persistent stage_calls recording run hooks gradient_hooks placement decide observed parallel""",
     "glue": "traffic local sources offers",
     "report": "quickest traffic legs picture hidden table names cost measure advice plan",
+    "guard": "agreement guards",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid place core ulysses low_rank ring tensor method timing",

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.guard.agreement import Agreement
 from dsp.layout import Axis
-from dsp.run.agreement import Agreement
 
 
 class Plus(nn.Module):

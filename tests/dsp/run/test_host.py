@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.guard.agreement import small
 from dsp.private import all_gather, set_backward_hooks
-from dsp.run.agreement import small
 from dsp.sharded import Sharded
 from tests.support.houses import planned
 from tests.support.runs import Heard
@@ -99,7 +99,7 @@ def test_they_compare_eight_bytes_and_alone_nothing(mesh: DeviceMesh) -> None:
 
     alone = DeviceMesh("cpu", torch.arange(mesh.size())[:, None], mesh_dim_names=("dp", "sp"))["sp"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsp.run.agreement.all_gather", counted)
+        patch.setattr("dsp.guard.agreement.all_gather", counted)
         dsp.parallelize(Model(), alone)
         assert sent == []
         dsp.parallelize(Model(), mesh)

@@ -779,7 +779,7 @@ def test_weights_that_drift_apart_are_named_within_twice_as_many_calls(
         model.register_parameter("cut", nn.Parameter(own))
     dsp.parallelize(model, mesh, ONE_SEQUENCE)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsp.run.agreement.EVERY", 12)
+        patch.setattr("dsp.guard.agreement.EVERY", 12)
         for call in range(1, raised or 20):
             model(x)
             if call == calls and how != "cut":

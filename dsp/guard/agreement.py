@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.core.observed import ModelCall
+from dsp.core.record import Node, Record
 from dsp.layout import Axis
-from dsp.private import all_gather, indices_of, values_of
-from dsp.run.inputs import named
+from dsp.private import all_gather, indices_of, pytree, values_of
 
 SLOTS = 15  # checksums of input tensors; the last slot combines all further tensors
 ROW = SLOTS + 2  # numbers that a rank sends: the signature's hash, the inputs' checksums, the weights' checksum or 0
 EVERY = 256  # calls between two comparisons of weights
 PLAIN = (str, int, float, tuple, list, type(None))  # types whose repr contains no address
+RECORDS = 64  # records whose numbers are kept
 ROWS = 64  # rows of a tensor with different weights in its checksum
 SMALL = 2**16  # bytes up to which one call of zlib is faster than four of torch
 KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,6 +37,12 @@ SPARSE = {  # what a sparse tensor consists of
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
     torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
 }
+NEW = 2**60  # added to the number of a call whose record no earlier call had; other numbers are below
+DIFFER = (
+    "the ranks of one sequence-parallel group made different plans for the same inputs. Probably their models branch "
+    "differently, because of a flag, an environment variable or a random number that torch did not draw. Let every "
+    "rank run the same code"
+)
 OF_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.cfloat, torch.cdouble})
 
 
@@ -163,12 +171,30 @@ class Agreement:
         self.aside: Any = None  # on CUDA: a stream, and the pinned host memory that it copies into
         self.numbers: dict[int, Tensor] = {}  # numbers already copied to the device
         self.nothing: Tensor | None = None  # a zero on the device
+        self.numbers_of = dict[Record, int]()  # of records that were compared: a hash of what they depend on
         self.own = np.zeros(ROW, dtype=np.int64)  # the row to send, on the host; `sent` shares its memory
         self.sent = torch.from_numpy(self.own), torch.zeros(axis.size * ROW, dtype=torch.int64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
         # a pending comparison belongs to the original alone
         return Agreement(self.axis, self.positional, copy.deepcopy(self.model, memo))
+
+    def compare(self, call: ModelCall) -> None:
+        """Compare a call, whose record is there; at once if no earlier call had the record, or if it follows no plan.
+
+        Raise RuntimeError on every rank if ranks differ.
+        """
+        record, new = call.record, call.record not in self.numbers_of
+        if new:
+            if len(self.numbers_of) >= RECORDS:
+                del self.numbers_of[next(iter(self.numbers_of))]
+            self.numbers_of[record] = number(call.key)
+        way = self.numbers_of[record] + len(record.nodes) + NEW * new
+        self.start(call.leaves, call.spec, way, wait=new or not record.planned or self.device == "cpu")
+        if new:
+            same_weights(self.axis, self.model)
+            if not same(self.axis, plan_key(record)):
+                raise RuntimeError(DIFFER)
 
     def start(self, leaves: list[Any], spec: Any, number: int, *, wait: bool) -> None:
         """Start to compare the inputs, given as leaves and spec; `number`: a hash of everything else to compare."""
@@ -258,6 +284,27 @@ class Agreement:
             "rank of the group: set one seed on all of them, as by torch.manual_seed(0), and derive a data seed from "
             "the data-parallel rank, not from the global rank; or pass sharded DTensors"
         )
+
+
+def plan_key(record: Record) -> Any:
+    """The nodes of a record with the decisions on them; of a record without a plan, nothing."""
+    return (str(record), record.entry, [decision(node) for node in record.nodes]) if record.planned else ""
+
+
+def decision(node: Node) -> Any:
+    needs, gives = (node.offer.needs, node.offer.gives[: len(node.results)]) if node.offer is not None else ((), ())
+    return needs, gives, [(m.base.ref.number, m.src, m.dst) for m in node.moves], node.push
+
+
+def named(positional: list[str], spec: Any, leaf: int) -> str:
+    """The name of leaf number `leaf` in terms of the forward, whose parameters are `positional`."""
+    if isinstance(spec, tuple):
+        args, kwargs = range(spec[0]), dict(zip(spec[1:], range(spec[0], spec[0] + len(spec))))
+    else:
+        args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    both = {positional[i] if i < len(positional) else f"args[{i}]": v for i, v in enumerate(args)} | kwargs
+    path = next(path for path, i in pytree.tree_flatten_with_path(both)[0] if i == leaf)
+    return getattr(path[0], "key", "") + pytree.keystr(path[1:])
 
 
 def compared(v: Any) -> bool:

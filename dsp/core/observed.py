@@ -1,0 +1,54 @@
+"""Observers of the calls of a parallel model, such as guards. The core runs without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from dsp.core.record import Record
+from dsp.layout import Axis
+from dsp.notation import StagePattern
+from dsp.stages import Stage
+
+
+class Observed(Protocol):
+    """A parallel model as its observers see it (`dsp.core.parallel.Parallel`)."""
+
+    model: nn.Module
+    axis: Axis
+    stages: list[Stage]
+    root: StagePattern | None
+    forward: Callable[..., Any]
+
+
+class ModelCall(NamedTuple):
+    """A call of a parallel model: its arguments; the same as leaves and spec; the key by which its record is kept; and
+    the record."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: Any
+    key: Any
+    record: Record
+
+
+class Events:
+    """The events of a call, each with the functions that are called then. One that raises ends the call.
+
+    begin: a call begins; ready: its record is there, and nothing has been sent; end: it has run, and returns this
+    output; fail: it raised this error; over: it has ended in either way.
+    """
+
+    def __init__(self) -> None:
+        self.begin: list[Callable[[], None]] = []
+        self.ready: list[Callable[[ModelCall], None]] = []
+        self.end: list[Callable[[ModelCall, Any], None]] = []
+        self.fail: list[Callable[[BaseException], None]] = []
+        self.over: list[Callable[[], None]] = []
+
+
+# an observer of the calls of a model: it adds its functions to the events
+Observe = Callable[[Observed, Events], None]
