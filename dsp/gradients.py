@@ -50,6 +50,18 @@ def waited(x: Tensor) -> Tensor:
     return Waited.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
 
 
+class NoView(torch.autograd.Function):
+    """The same data in the same memory, as a tensor that is not a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class Wrap(torch.autograd.Function):
     """From a local tensor to the DTensor around it; in backward, this rank's part of the gradient."""
 

@@ -325,10 +325,21 @@ def checkpoint_arguments(frame: Any) -> Sequence[Any]:
     return ()
 
 
+class AnyShape(dict[str, Any]):
+    """The metadata of a tensor that an activation checkpoint saved, of any shape."""
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, dict) or {**self, "shape": None} != {**other, "shape": None}
+
+
 def compared_as(frame: Any, plain: Callable[[Any], Any]) -> None:
-    """Make an activation checkpoint compare `plain(x)` of each tensor that it saved and recomputed."""
+    """Make an activation checkpoint compare `plain(x)` of each tensor that it saved and recomputed.
+
+    It may have saved arguments of other checkpoints already, and noted the shapes of x: these are not compared.
+    """
     if (metadata := frame.metadata_fn) is not None:
         frame.metadata_fn = lambda x: metadata(plain(x))
+        frame.x_metadatas[:] = [AnyShape(x) if isinstance(x, dict) else x for x in frame.x_metadatas]
 
 
 class Recompute:

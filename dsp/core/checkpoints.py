@@ -13,14 +13,24 @@ from torch import Tensor
 
 from dsp.core.carrier import Carrier, carry, plain
 from dsp.observers import OBSERVER, observing
-from dsp.private import Recompute, checkpoint_arguments, checkpoint_frame
+from dsp.private import Recompute, checkpoint_arguments, checkpoint_frame, checkpoint_frames
 
 
 def keep_arguments() -> None:
-    """Let the checkpoint in which the caller runs restore its arguments when it runs again."""
-    frame = checkpoint_frame()
-    if frame is None or Recompute.known(frame, keep_arguments):
+    """Let the checkpoints in which the caller runs restore their arguments when they run again.
+
+    Those around the innermost one may have nothing else in them: nobody would ask for theirs.
+    """
+    last = checkpoint_frame()
+    if last is None or Recompute.known(last, keep_arguments):
         return
+    for frame in checkpoint_frames():
+        if not Recompute.known(frame, keep_arguments):
+            restore_arguments(frame)
+
+
+def restore_arguments(frame: Any) -> None:
+    """Let a checkpoint in which the caller runs give its arguments what they carried."""
     carried = [(a.record, a.ref, a.cut) if isinstance(a, Carrier) else None for a in checkpoint_arguments(frame)]
 
     def restore(args: Sequence[Any]) -> Sequence[Any]:

@@ -7,23 +7,39 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dsp.calls import GlueError
 from dsp.core.carrier import Carrier, carry, plain
+from dsp.gradients import NoView
 from dsp.private import backward_hooks_of, compiled_call, hooks_of, pytree, set_compiled_call
 
 
 def unwrap(value: Any) -> tuple[Any, list[Any]]:
-    """A value with the parts of its carriers, and what each leaf carried."""
+    """A value with the parts of its carriers, and the carriers in the place of leaves.
+
+    The parts are no views: an attribute or hook set on one must not end up on a view of another tensor.
+    """
     leaves, spec = pytree.tree_flatten(value)
-    carried = [(t.record, t.ref, t.cut, t.base) if isinstance(t, Carrier) else None for t in leaves]
-    return pytree.tree_unflatten([*map(plain, leaves)], spec), carried
+    carried = [t if isinstance(t, Carrier) else None for t in leaves]
+    parts = [t if c is None else NoView.apply(plain(c)) for t, c in zip(leaves, carried)]
+    return pytree.tree_unflatten(parts, spec), carried
 
 
 def wrap(value: Any, carried: list[Any]) -> Any:
-    """A value with carriers in the place of parts."""
+    """A value with carriers in the place of parts. Raises GlueError for a part that a hook changed to another shape."""
     leaves, spec = pytree.tree_flatten(value)
-    pairs = zip(leaves, carried)
-    wrapped = [t if c is None or not isinstance(t, Tensor) else carry(c[0], t, *c[1:]) for t, c in pairs]
+    wrapped = [t if c is None or not isinstance(t, Tensor) else rewrapped(t, c) for t, c in zip(leaves, carried)]
     return pytree.tree_unflatten(wrapped, spec)
+
+
+def rewrapped(part: Tensor, before: Carrier) -> Carrier:
+    """A part that a hook returned, as a carrier like the one before."""
+    shape = tuple(plain(before).shape)
+    if tuple(part.shape) != shape:
+        raise GlueError(
+            f"a hook between stages, such as tensor parallelism's, changed a shard of shape {shape} to "
+            f"{tuple(part.shape)}. The hook's module must be a stage or inside of one: name it in stages"
+        )
+    return carry(before.record, part, before.ref, before.cut, before.base)
 
 
 class HookedCall:

@@ -3,6 +3,7 @@ gather, rows dealt out, sums."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -52,7 +53,7 @@ class OnParts:
             frame.args if o.args is None else o.args,
             frame.kwargs if o.kwargs is None else o.kwargs,
         )
-        self.func = Tensor.sum if o.reduce is not None and frame.name == "mean" else o.func or frame.func
+        self.name, self.func = frame.name, o.func or frame.func
         self.random = draws(frame.name, frame.args, frame.kwargs)
 
     def __call__(self, parts: list[Tensor]) -> Any:
@@ -64,16 +65,32 @@ class OnParts:
             if o.numbers is not None:
                 numbers = o.numbers.of(*args)[None]
                 args = torch.ops.dsp.gather(numbers, 0, axis.size, axis.group), *args
+            if o.reduce is not None:
+                return self.summed(parts, args, kwargs)
             out = self.func(*args, **kwargs)  # type: ignore[misc]
         if o.deal is not None:
             results = tensors_in(out)
             for i in o.deal.results:
                 results[i] = collect_rows(results[i], o.cut.dim, o.deal.deal, axis.group)  # type: ignore[union-attr]
             return map_tensors(out, results)
-        if o.reduce is not None:
-            total = torch.ops.dsp.all_reduce(out.to(summed_in(out.dtype)), axis.group)
-            return (total / o.reduce if o.reduce != 1.0 else total).to(out.dtype)
         return out
+
+    def summed(self, parts: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """The sum over ranks, divided as the rule says.
+
+        In half precision the sum of a mean may overflow: there a rank takes a mean, if it has any element.
+        """
+        divisor, half = self.outcome.reduce, all(t.numel() and t.element_size() == 2 for t in parts)
+        half = half and divisor != 1.0 and kwargs.get("dtype") is None
+        if half and "reduction" in kwargs:
+            kwargs["reduction"] = "mean"
+        func: Any = Tensor.sum if self.name == "mean" and not half else self.func
+        out = func(*args, **kwargs)
+        total = out.to(summed_in(out.dtype))
+        if half:
+            total = total * (math.prod(torch.broadcast_shapes(*(t.shape for t in parts))) / out.numel())
+        total = torch.ops.dsp.all_reduce(total, self.axis.group)
+        return (total / divisor if divisor != 1.0 else total).to(out.dtype)
 
     def arguments(self, parts: list[Tensor]) -> tuple[Any, dict[str, Any]]:
         """The arguments with parts in the place of operands, with rows of neighbours or dealt rows where asked."""

@@ -265,10 +265,15 @@ def first_of(copies: dict[Layout, Copy]) -> dict[Layout, Copy]:
 
 
 def gradients_of_inputs(record: Record) -> Iterator[Transfer]:
-    """The gradients of inputs, which every rank gets in full: an all-gather of a split one, else an all-reduce."""
+    """The gradients of inputs, which every rank gets in full: an all-gather of a split one, else an all-reduce.
+
+    One that arrived sharded has a gradient that is sharded alike.
+    """
     n = record.n
     for param, t in record.input_grads.items():
         cut, ref = record.entry.get(param), record.inputs.get(param)
+        if ref is not None and None not in ref.base.arrival:
+            continue
         if cut is not None and ref is not None:
             sent = tuple(MOVES["gather"].sent(extents("", ref.base, n), cut, None, n))
             yield Transfer("backward", None, "gather", 1, sent, Relayout(ref.base, cut, None))

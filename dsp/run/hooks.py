@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsp.calls import GlueError
 from dsp.core.skeleton import foreign
+from dsp.gradients import NoView
 from dsp.private import compiled_call, hooks_of, pytree, set_compiled_call
 from dsp.run.stage_calls import StageCalls
 from dsp.sharded import ACTIVE, Sharded, plain
@@ -115,18 +115,6 @@ class Aside:
             mode.resume()
 
 
-class Own(torch.autograd.Function):
-    """The same data in the same memory, as a tensor that is not a view."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def _as_before(new: Any, old: Any) -> Any:
     if isinstance(old, Sharded) and type(new) is old.part:
         if tuple(new.shape) != old.at.local:
@@ -139,4 +127,4 @@ def _as_before(new: Any, old: Any) -> Any:
 
 
 def _own(x: Any) -> Any:
-    return Own.apply(plain(x)) if isinstance(x, Sharded) else x
+    return NoView.apply(plain(x)) if isinstance(x, Sharded) else x

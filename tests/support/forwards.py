@@ -65,25 +65,27 @@ class Views(SpaceTime):
 
 
 class Layers(nn.Module):
-    """Layers in checkpoints; nested: in checkpoints inside another one."""
+    """Layers in checkpoints; depth: the number of checkpoints around the first two of them, some with more inside."""
 
     stages = {"": "x=b t s c", "layers.*.space": "b t [s c]", "layers.*.time": "b [t] s [c]"}
 
-    def __init__(self, nested: bool = False) -> None:
+    def __init__(self, depth: int = 0) -> None:
         super().__init__()
-        self.layers, self.nested = nn.ModuleList(Residual() for _ in range(3)), nested
+        self.layers, self.depth = nn.ModuleList(Residual() for _ in range(3)), depth
 
     def layer(self, i: int, x: Tensor) -> Tensor:
         m = self.layers[i]
         x = x + m.space(m.norm(x))
         return x + 0.5 * m.time(m.norm(x))
 
-    def first_two(self, x: Tensor) -> Tensor:
-        return again(self.layer, 1, again(self.layer, 0, x))
+    def first_two(self, depth: int, x: Tensor) -> Tensor:
+        if not depth:
+            return again(self.layer, 1, again(self.layer, 0, x))
+        x = again(self.first_two, depth - 1, x)
+        return x if depth % 2 else (x * 1.5).sin()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = again(self.first_two, x) if self.nested else self.first_two(x)
-        return again(self.layer, 2, x)
+        return again(self.layer, 2, self.first_two(self.depth, x))
 
 
 class Table(nn.Module):
@@ -186,7 +188,9 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]],
     "residual": (Residual, partial(clip, 2, 7, 5, 16), 0),
     "views": (Views, partial(clip, 1, 7, 5, 16), 0),
     "checkpoints": (Layers, partial(clip, 1, 7, 5, 16), 0),
-    "nested checkpoints": (partial(Layers, True), partial(clip, 1, 7, 5, 16), 0),
+    "nested checkpoints": (partial(Layers, 1), partial(clip, 1, 7, 5, 16), 0),
+    "checkpoints three deep": (partial(Layers, 2), partial(clip, 1, 7, 5, 16), 0),
+    "checkpoints five deep": (partial(Layers, 4), partial(clip, 1, 7, 5, 16), 0),
     "table": (Table, partial(clip, 1, 37, 16), 37 * 12),
     "kept table": (partial(Table, True), partial(clip, 1, 37, 16), 0),
     "mask": (Masks, partial(segments, 101), 2 * 101 * 101),

@@ -85,7 +85,7 @@ def stage_turns(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 
 class Figures(NamedTuple):
-    """The plan of a model's first inputs. bytes: by phase, where the house counts them; shards: it gathers nothing, and
+    """The plan of a model's first inputs. bytes: by phase, of the busiest rank; shards: it gathers nothing, and
     every stage is sharded; sends: what it sends, to compare plans by."""
 
     bytes: dict[str, int]
@@ -101,12 +101,20 @@ def figures(model: nn.Module) -> Figures | None:
         gathers = any(m.dst is None for node in record.nodes for m in node.moves)
         stages = [node for node in record.nodes if node.kind == "stage"]
         shards = not gathers and all(node.offer.option.name is not None for node in stages)
-        return Figures({}, shards) if record.planned else None
+        return Figures(planned_bytes(record), shards) if record.planned else None
     plan = next(iter(runtime.entries.values())).plan
     if plan is None or plan.script.recorded:
         return None
     shards = all(s.kind != "gather" for s in plan.switches) and all(r.layout is not None for r in plan.stages)
     return Figures(plan.bytes, shards, (plan.sends, plan.switches))
+
+
+def planned_bytes(record: Any) -> dict[str, int]:
+    """The bytes of a planned record by phase, of the rank that sends most."""
+    from dsp.report.traffic import PHASES, planned_transfers, sent_in
+
+    transfers = planned_transfers(record)
+    return {phase: max(sent_in(transfers, phase, rank)[1] for rank in range(record.n)) for phase in PHASES}
 
 
 def warnings_of(model: nn.Module) -> list[str]:

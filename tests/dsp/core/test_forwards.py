@@ -54,9 +54,9 @@ def test_a_forward_is_exact_and_makes_nothing_long_whole(mesh: DeviceMesh, name:
 
 
 @pytest.mark.parametrize("mesh", [3])
-@pytest.mark.parametrize("nested", [False, True])
-def test_fully_shard_on_stages_and_the_model(mesh: DeviceMesh, nested: bool) -> None:
-    single = Layers(nested).double()
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_fully_shard_on_stages_and_the_model(mesh: DeviceMesh, depth: int) -> None:
+    single = Layers(depth).double()
     model = parallelize(copy.deepcopy(single), mesh)
     for layer in model.layers:
         fully_shard(layer.time, mesh=mesh)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
+from tests.support.houses import figures
 from tests.support.toys import Along, C
 
 STAGES = {"": "x=b t s c", "blocks.*.space": "b t [s c]", "blocks.*.time": "b [t] s [c]"}
@@ -144,9 +145,9 @@ def traffic(mesh: DeviceMesh) -> dict[str, tuple[Any, Any]]:
         model = dsp.parallelize(make(name, ckpt=True), mesh, STAGES)
         with dsp.count_comm() as comm:
             model(x).sum().backward()
-        (kind,) = model.forward.__self__.entries.values()  # its own plan, which dsp.plan makes too
+        plan = figures(model)  # its own, which dsp.plan makes too
         counted = {p: sum(v["bytes"] for v in c.values()) for p, c in comm.by_collective().items()}
-        found[name] = (counted, kind.plan.bytes)
+        found[name] = (counted, plan.bytes)
     return found
 
 
