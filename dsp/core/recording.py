@@ -24,7 +24,7 @@ from dsp.core.persistent import PersistentTensors, persistent_tensors
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
-from dsp.core.unseen import SeenOnly, refuse_functions
+from dsp.core.unseen import SeenOnly, covered, refuse_functions
 from dsp.core.watch import refuse, watched
 from dsp.core.writes import kin_of, written_operands
 from dsp.layout import Axis, Cut
@@ -101,13 +101,13 @@ class Recorder:
         self.meter.start()
         out = call(*args, **kwargs)
         self.meter.finish(node)
-        results, node.constants = tensors_in(out), constants_in(out)
+        results, node.constants = [*map(covered, tensors_in(out))], constants_in(out)
         node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
         node.writes = tuple(i for i, t in enumerate(operands) if version(t) != versions[i])
         record.add((stage.name, tuple(key_part(t) for t in operands)), node)
         node.regions = self.regions.places(before)
         self.gradients.note(node, [read[id(t)] for t in (*operands, *nested)], results)
-        return self.carried(node, out)
+        return self.carried(node, map_tensors(out, results))
 
     def carried(self, node: Node, out: Any) -> Any:
         """The results of a node as carriers."""

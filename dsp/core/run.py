@@ -24,7 +24,7 @@ from dsp.core.inputs import Inputs
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, key_part
 from dsp.core.offers import Rules, operands_of, stage_node, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, global_shape, replicated
-from dsp.core.unseen import refuse_functions
+from dsp.core.unseen import covered, refuse_functions
 from dsp.core.watch import refuse
 from dsp.core.writes import kin_on_meta, note_writes, own_memory, refuse_write, relate, written_operands, wrote
 from dsp.gradients import waited
@@ -200,7 +200,7 @@ class Runner:
 
     def local_results(self, stage: Stage, node: Node, offer: Offer, held: int, out: Any) -> tuple[Offer, list[Tensor]]:
         """The results of a stage on this rank's part, without a dummy row, and the offer that says their cuts."""
-        results = [waited(plain(t)) for t in tensors_in(out)]
+        results = [covered(waited(plain(t))) for t in tensors_in(out)]
         if offer.option.onto:  # type: ignore[union-attr]  # a sum over ranks
             sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
             results = [torch.ops.dsp.reduce_scatter(t, c.dim, self.axis.group) for t, c in zip(sums, offer.gives)]  # type: ignore[union-attr]

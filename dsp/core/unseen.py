@@ -78,6 +78,18 @@ def refuse_functions(tensors: Iterable[Tensor]) -> None:
                 refuse_function(function_of(node))
 
 
+def covered(t: Tensor) -> Tensor:
+    """The result of a stage that may end in an autograd.Function: what reads it does not see that function."""
+    with LOCAL():
+        last = t.grad_fn
+        return t.view_as(t) if isinstance(last, CONTEXT) and foreign(function_of(last)) else t
+
+
+def foreign(function: Any) -> bool:
+    """Tell whether an autograd.Function is neither of torch nor of dsp."""
+    return not function.__module__.startswith(("torch.", "dsp."))
+
+
 def behind(node: Any) -> set[Any]:
     """An autograd node with all from which its gradient goes on."""
     found, waiting = set[Any](), [node]
@@ -95,5 +107,5 @@ def refuse_function(function: Any) -> None:
         raise GlueError(REENTRANT)
     if module == COLLECTIVES:
         raise GlueError(DIFFERENT.format(f"the backward of {COLLECTIVES}'s {name.strip('_')}"))
-    if not module.startswith(("torch.", "dsp.")):
+    if foreign(function):
         raise GlueError(FUNCTION.format(name=name))
