@@ -32,7 +32,7 @@ from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
 from dsp.notation import NotationError
 from dsp.observers import RUNNING
-from dsp.private import backward_pass, saving_hooks
+from dsp.private import CONTEXT, backward_pass, saving_hooks
 from dsp.randomness import forked
 from dsp.rules.functions import DENSE
 from dsp.sharded import as_dtensor
@@ -200,7 +200,9 @@ class Runner:
 
     def local_results(self, stage: Stage, node: Node, offer: Offer, held: int, out: Any) -> tuple[Offer, list[Tensor]]:
         """The results of a stage on this rank's part, without a dummy row, and the offer that says their cuts."""
-        results = [covered(waited(plain(t))) for t in tensors_in(out)]
+        results = tensors_in(out)
+        if any(type(t) is not Tensor or isinstance(t.grad_fn, CONTEXT) for t in results):
+            results = [covered(waited(plain(t))) for t in results]
         if offer.option.onto:  # type: ignore[union-attr]  # a sum over ranks
             sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
             results = [torch.ops.dsp.reduce_scatter(t, c.dim, self.axis.group) for t, c in zip(sums, offer.gives)]  # type: ignore[union-attr]
