@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,14 +120,24 @@ def part_of(x: Tensor, axis: Axis, cut: Layout) -> tuple[Tensor, Layout]:
 
 def dtensor_part(x: DTensor, axis: Axis) -> tuple[Tensor, Cut]:
     """This rank's part of an input that arrives sharded, and its cut."""
-    cut = cut_of(x.placements[0]) if len(x.placements) == 1 else None
-    if x.device_mesh != axis.mesh or cut is None:
-        raise GlueError(
-            f"a DTensor {x.placements} on mesh {x.device_mesh} meets a model that is sharded over {axis.mesh}. Inputs "
-            "must be plain tensors or DTensors sharded over the sequence-parallel mesh. A module whose weights are "
-            "on another mesh, such as tensor parallelism's, must be a stage or inside of one: name it in stages"
-        )
+    refuse_meshes([x], axis)
+    cut = cut_of(x.placements[0])
+    assert cut is not None
     local = connected_local(x)
     if x.requires_grad and is_graph_start(x):  # others were computed from parameters, of which the caller averages
         local = ScaleGradient.apply(local, axis.size)
     return local, cut
+
+
+def refuse_meshes(tensors: Iterable[Tensor], axis: Axis) -> None:
+    """Raise GlueError for a DTensor that is not sharded over the axis, and over nothing else."""
+    for x in tensors:
+        if not isinstance(x, DTensor):
+            continue
+        if x.device_mesh != axis.mesh or len(x.placements) > 1 or cut_of(x.placements[0]) is None:
+            raise GlueError(
+                f"a DTensor {x.placements} on mesh {x.device_mesh} meets a model that is sharded over {axis.mesh}. "
+                "Inputs must be plain tensors or DTensors sharded over the sequence-parallel mesh. A module whose "
+                "weights are on another mesh, such as tensor parallelism's, must be a stage or inside of one: name it "
+                "in stages"
+            )

@@ -20,7 +20,7 @@ from dsp.calls import replaced, tensor_args
 from dsp.core.carrier import LOCAL, Carrier, base_of, carry, claim, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies
-from dsp.core.inputs import Inputs
+from dsp.core.inputs import Inputs, refuse_meshes
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, key_part
 from dsp.core.offers import Rules, operands_of, stage_node, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, global_shape, replicated
@@ -100,6 +100,7 @@ class Runner:
         """A node made ready for operands in these layouts; it is noted if it is new."""
         operands = tensor_args(args, kwargs)
         refuse_functions(operands)
+        refuse_meshes(operands, self.axis)
         shared = func, key_part(args), key_part(kwargs)
         node, at = self.prepared.node(shared, first or first_of(args, kwargs), at)
         if node is None:
