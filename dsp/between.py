@@ -48,22 +48,8 @@ class Between(TorchFunctionMode):
         if what.dtype_arg is not None:
             args = without_data_of(args, what.dtype_arg)
         if what.name in INDEXED:
-            args = self.numbered(args)
+            args = numbered(args, self)  # a tensor between stages may be sharded
         return self.operation(func, what, args, kwargs, types)
-
-    def numbered(self, args: Any) -> Any:
-        """The arguments of an index, with numbers in the place of tensors that bound a slice, and with numbers,
-        lists and tensors in the place of those of other libraries."""
-        index, bounded = args[1], False
-        for i in index if type(index) is tuple else (index,):
-            if type(i) is slice:
-                bounded |= isinstance(i.start, Tensor) or isinstance(i.stop, Tensor) or isinstance(i.step, Tensor)
-            elif type(i) not in ITEMS and not isinstance(i, Tensor):
-                index = tuple(map(usual, args[1])) if type(index) is tuple else usual(index)
-        if bounded:
-            with self:  # a tensor between stages may be sharded
-                index = by_number(index)
-        return args if index is args[1] else (args[0], index, *args[2:])
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         """The result of one operation; `types` as `__torch_function__` has them."""
@@ -114,6 +100,21 @@ def unrunnable(what: Traits) -> GlueError:
         f"{name} between stages would work on this rank's shard as if it were the full tensor; do it in a "
         f"stage, a submodule with a pattern, where tensors are local{instead and '. ' + instead}"
     )
+
+
+def numbered(args: Any, mode: Any) -> Any:
+    """The arguments of an index, with numbers in the place of tensors that bound a slice, and with numbers, lists and
+    tensors in the place of those of other libraries. mode: in which the tensors are read."""
+    index, bounded = args[1], False
+    for i in index if type(index) is tuple else (index,):
+        if type(i) is slice:
+            bounded |= isinstance(i.start, Tensor) or isinstance(i.stop, Tensor) or isinstance(i.step, Tensor)
+        elif type(i) not in ITEMS and not isinstance(i, Tensor):
+            index = tuple(map(usual, args[1])) if type(index) is tuple else usual(index)
+    if bounded:
+        with mode:
+            index = by_number(index)
+    return args if index is args[1] else (args[0], index, *args[2:])
 
 
 def usual(item: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from dsp.between import without_data_of
+from dsp.between import INDEXED, numbered, without_data_of
 from dsp.core.record import Layout, Record, Ref
 from dsp.gradients import covered_exit
 from dsp.moves import gather_local
@@ -78,6 +78,8 @@ class Carrier(Tensor):
             return out
         if what.dtype_arg is not None:
             args = without_data_of(args, what.dtype_arg)
+        if what.name in INDEXED:
+            args = numbered(args, INLINE)
         first = first_carrier((*args, *kwargs.values()))
         if first is None:  # only its type was read
             return func(*args, **kwargs)

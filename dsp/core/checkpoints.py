@@ -1,4 +1,5 @@
-"""A checkpoint inside another one: its arguments come back as plain tensors, and get back what they carried.
+"""The arguments of a checkpoint that runs again: those inside another one come back as plain tensors, and get back
+what they carried; of nodes with one key, the one is next that was when the checkpoint began.
 
 A recomputation has the observer of collectives that its forward had, in whichever thread it runs.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dsp.core.carrier import Carrier, carry, plain
 from dsp.observers import OBSERVER, observing
-from dsp.private import Recompute, checkpoint_arguments, checkpoint_frame, checkpoint_frames
+from dsp.private import Recompute, backward_pass, checkpoint_arguments, checkpoint_frame, checkpoint_frames
 
 
 def keep_arguments() -> None:
@@ -31,12 +32,17 @@ def keep_arguments() -> None:
 
 def restore_arguments(frame: Any) -> None:
     """Let a checkpoint in which the caller runs give its arguments what they carried."""
-    carried = [(a.record, a.ref, a.cut) if isinstance(a, Carrier) else None for a in checkpoint_arguments(frame)]
+    arguments = checkpoint_arguments(frame)
+    carried = [(a.record, a.ref, a.cut) if isinstance(a, Carrier) else None for a in arguments]
+    turns = [{**a.turns} if isinstance(a, Carrier) and a.turns else {} for a in arguments]
 
     def restore(args: Sequence[Any]) -> Sequence[Any]:
         first = len(args) - len(carried)
         pairs = zip(args[first:], carried)
         restored = [a if c is None or type(a) is not Tensor else carry(c[0], a, c[1], c[2]) for a, c in pairs]
+        for a, before in zip(restored, turns):
+            if isinstance(a, Carrier):
+                a.turns = {**before, "pass": backward_pass()}
         return *args[:first], *restored
 
     Recompute(frame, keep_arguments, partial(observing, OBSERVER.get()), plain, restore)

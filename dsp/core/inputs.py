@@ -16,9 +16,10 @@ from dsp.core.record import Layout, Record, Ref
 from dsp.gradients import connected_local, is_graph_start
 from dsp.layout import Axis, Cut, cut_of, cuts_of
 from dsp.moves import ScaleGradient, SplitInput, WholeInput
-from dsp.notation import StagePattern
+from dsp.notation import BATCH_NAMES, StagePattern
 from dsp.private import pytree
 from dsp.signature import Bound, Signature, Slot, got, put
+from dsp.stages import cut_for
 from dsp.tensors import tensors_in
 
 UNNAMED = StagePattern("", (), (), False, root=True)  # of a model whose stages name no inputs of the model itself
@@ -53,12 +54,32 @@ def add_inputs(record: Record, bound: Sequence[Bound], sharded: Mapping[str, Cut
         cut = sharded.get(b.param)
         if b.pattern is None and cut is None and record.n * b.tensor.nbytes <= longest:
             continue
-        record.inputs[b.param] = ref = record.ref(b.tensor)
-        base = record.new_base(ref)
+        record.inputs[b.param] = record.ref(b.tensor)
         if b.pattern is not None:
             record.patterns[b.param] = b.pattern
-            allow_named(base, b.pattern, record.sizes, record.n)
-        base.arrive(cut)
+        add_base(record, b.param, cut)
+
+
+def add_base(record: Record, param: str, cut: Layout) -> None:
+    """Add the base of an input that arrives in a cut."""
+    base = record.new_base(record.inputs[param])
+    if param in record.patterns:
+        allow_named(base, record.patterns[param], record.sizes, record.n)
+    base.arrive(cut)
+
+
+def enter_sharded(record: Record) -> None:
+    """Let inputs with patterns enter in shards, in a forward that no plan could be made of: along one dim, a long one
+    rather than the batch."""
+    cuts: dict[str, dict[str, Cut]] = {}
+    for param, pattern in record.patterns.items():
+        ref = record.inputs[param]
+        sizes = {name: cut_for(pattern, ref.shape, name, record.sizes) for name in pattern.names}
+        cuts[param] = {name: cut for name, cut in sizes.items() if cut in ref.base.cuts}
+    names = {name for found in cuts.values() for name in found}
+    if names:
+        along = max(sorted(names), key=lambda name: (name not in BATCH_NAMES, record.sizes[name]))
+        record.entry.update({param: found[along] for param, found in cuts.items() if along in found})
 
 
 def carried_inputs(record: Record, signature: Signature, args: Any, kwargs: Any, sharded: Mapping[str, Cut]) -> Any:

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.calls import tensor_args
+from dsp.calls import Operand, tensor_args
 from dsp.core.carrier import Carrier
-from dsp.core.record import Node, Offer, Record
-from dsp.private import backward_pass
+from dsp.core.record import Node, Offer, Operation, Record, Ref
+from dsp.private import backward_pass, pytree
 
 HOT = 65536  # calls kept ready, at most
+VARIANTS = 4096  # nodes kept that differ from planned ones in numbers, at most
+NODES = 1 << 32  # nodes with one key, at most
 VALUES = frozenset((
     int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)
 ))  # fmt: skip
+SIZED = frozenset({"interpolate", "upsample", "upsample_bilinear", "upsample_nearest"})  # by a float
 CONTAINERS = frozenset((list, tuple, torch.Size))
 
 
@@ -84,6 +87,17 @@ def key_part(v: Any) -> Any:
     return (kind, v) if kind in VALUES else kind
 
 
+def node_key(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The key of an operation's node. Floats are a part of it where they say the size of the result."""
+    key = func, key_part(args), key_part(kwargs)
+    return (*key, floats_of((args, kwargs))) if name in SIZED else key
+
+
+def floats_of(value: Any) -> tuple[float, ...]:
+    """The floats among arguments."""
+    return tuple(v for v in pytree.tree_leaves(value) if type(v) is float)
+
+
 class Ready(NamedTuple):
     """A node as this rank runs it, on operands in certain layouts.
 
@@ -107,12 +121,18 @@ class Several(NamedTuple):
     by_turn: dict[int, Ready]
 
 
+def loose_key(func: Any, operands: Sequence[Operand]) -> Any:
+    return func, *(t if isinstance(t, Ref) else tuple(t.shape) for t in operands)
+
+
 class Prepared:
     """The calls that are ready to run, by their exact keys."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
         self.by_key: dict[Any, Ready | Several] = {}
+        self.variants: dict[Any, list[Node]] | None = None
+        self.added: list[Any] = []  # keys of variants
 
     def get(self, key: Any, args: Any, kwargs: Any, first: Any = None) -> tuple[Ready | None, int | None]:
         """The call that is ready, if there is one; and the turn, if it is known."""
@@ -125,15 +145,37 @@ class Prepared:
     def node(self, key: Any, first: Carrier, at: int | None) -> tuple[Node | None, int]:
         """The node with a key, and its place among those that share it; if they are several, the one in turn."""
         nodes = self.record.by_key.get(key)
+        if not self.record.planned:  # each turn is a node
+            at = turn(key, first, NODES)
+            return (nodes[at] if nodes is not None and at < len(nodes) else None), at
         if nodes is None:
             return None, 0
         if at is None:
             at = 0 if len(nodes) == 1 else turn(key, first, len(nodes))
         return nodes[at], at
 
+    def variant(self, func: Any, operands: Sequence[Operand]) -> Node | None:
+        """The only planned node of a function that reads these operands: it differs from another in numbers alone."""
+        if self.variants is None:
+            self.variants = {}
+            for node in self.record.nodes if self.record.planned else ():
+                if isinstance(node.call, Operation) and node.refs and not (node.view or node.identity):
+                    self.variants.setdefault(loose_key(node.call.func, node.operands), []).append(node)
+        nodes = self.variants.get(loose_key(func, operands), ())
+        return nodes[0] if len(nodes) == 1 else None
+
+    def add_variant(self, key: Any, node: Node) -> None:
+        """Keep a node that differs from one of the record in numbers alone."""
+        if len(self.added) >= VARIANTS:
+            for other in self.added:
+                self.record.by_key.pop(other, None)
+            self.added, self.by_key = [], {}
+        self.added.append(key)
+        self.record.by_key[key] = [node]
+
     def put(self, key: Any, shared: Any, at: int, ready: Ready) -> Ready:
         """Keep a call for the exact key, if it has one; `shared` is its node's key, `at` the turn."""
-        if key is None:
+        if key is None or not self.record.planned:
             return ready
         if len(self.by_key) >= HOT:
             self.by_key.clear()

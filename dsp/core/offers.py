@@ -131,9 +131,7 @@ def stage_offers(record: Record, node: Node) -> Iterator[Offer]:
     patterns = stage.outputs(node.results)  # type: ignore[arg-type]
     results = [(r, p, result_sizes(record, node, k)) for k, (r, p) in enumerate(zip(node.results, patterns))]
     for option in options:
-        for t, cut in zip(node.operands, option.cuts):
-            if isinstance(t, Ref) and cut is not None and t.base_cut(cut) is None and t.maker is None:
-                t.base.allow(cut, option.last_resort)
+        allow_needed(node, option)
         along = option.lands
         gives = tuple(None if along is None else cut_for(p, r.shape, along, sizes) for r, p, sizes in results)
         yield stage_offer(node, option, gives, sums(record, option, results) if option.onto else ())
@@ -151,7 +149,16 @@ def stage_offer(
 def unrecorded_offers(node: Node) -> list[Offer]:
     """The offers of a stage whose results nobody knows yet."""
     assert isinstance(node.call, BoundStage)
+    for option in node.call.options:
+        allow_needed(node, option)
     return [stage_offer(node, option, ()) for option in node.call.options]
+
+
+def allow_needed(node: Node, option: Option) -> None:
+    """Let the operands of a stage be cut as an option needs them."""
+    for t, cut in zip(node.operands, option.cuts):
+        if isinstance(t, Ref) and cut is not None and t.base_cut(cut) is None and t.maker is None:
+            t.base.allow(cut, option.last_resort)
 
 
 def sums(

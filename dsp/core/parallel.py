@@ -17,12 +17,13 @@ from dsp.calls import GlueError
 from dsp.compile_off import CompileOff
 from dsp.core.carrier import Carrier, first_carrier, plain
 from dsp.core.decide import decide
+from dsp.core.growth import due, grown
 from dsp.core.hooks import order_hooks
-from dsp.core.inputs import Inputs, add_inputs, arrivals, properties, signature_of
+from dsp.core.inputs import Inputs, add_inputs, arrivals, enter_sharded, properties, signature_of
 from dsp.core.observed import Events, ModelCall, Observe
 from dsp.core.offers import Rules, lay_out
 from dsp.core.persistent import adopt, layout_at
-from dsp.core.record import Node, Record
+from dsp.core.record import Record
 from dsp.core.recording import record_forward
 from dsp.core.run import Outside, Runner
 from dsp.core.stage_calls import UNCHANGED, StageCall, keep_compiled
@@ -120,7 +121,7 @@ class Parallel:
             if AsyncCollectiveTensor in map(type, leaves):
                 leaves = [waited(t) if isinstance(t, Tensor) else t for t in leaves]
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
-        key = spec, *map(properties, leaves), self.model.training, torch.is_grad_enabled()
+        key = spec, *map(properties, leaves), self.model.training, torch.is_grad_enabled(), autocast(self.axis)
         record = self.record(key, args, kwargs)
         call = ModelCall(args, kwargs, leaves, spec, key, record)
         for ready in self.events.ready:
@@ -152,13 +153,12 @@ class Parallel:
         full_key = (key, *(layout_at(path, *roots) for path in self.paths))
         record = self.records.get(full_key)
         if record is not None and full_key not in self.leaving:
-            return record
+            return self.planned_again(full_key, record, args, kwargs) if record.driver.unplanned else record  # type: ignore[attr-defined]
         self.leaving.discard(full_key)
         new, left = self.plan(args, kwargs)
         if record is not None and not new.persistent:
             return record
-        inputs = Inputs(new, self.axis, self.signature.bind(args, kwargs)[1])
-        new.driver = Outside(Runner(new, self.rules, self.axis), inputs, lambda: self.running > 0)
+        self.lead(new, args, kwargs)
         self.paths += [path for path in new.persistent if path not in self.paths]
         full_key = (key, *(layout_at(path, *roots) for path in self.paths))
         if not {*left} <= {*self.paths}:
@@ -166,6 +166,22 @@ class Parallel:
         if len(self.records) >= RECORDS:
             del self.records[next(iter(self.records))]
         self.records[full_key] = new
+        return new
+
+    def lead(self, record: Record, args: Any, kwargs: Any) -> None:
+        """Give a record what drives it."""
+        inputs = Inputs(record, self.axis, self.signature.bind(args, kwargs)[1])
+        record.driver = Outside(Runner(record, self.rules, self.axis), inputs, lambda: self.running > 0)
+
+    def planned_again(self, key: Any, record: Record, args: Any, kwargs: Any) -> Record:
+        """The record with this key, planned again with the nodes that calls added to it, if that is due."""
+        if not due(record):
+            return record
+        new = grown(record)
+        lay_out(new)
+        decide(new, self.gather)
+        self.lead(new, args, kwargs)
+        self.records[key] = new
         return new
 
     def plan(self, args: Any, kwargs: Any) -> tuple[Record, list[Path]]:
@@ -181,6 +197,7 @@ class Parallel:
             record.memories, record.compiled = None, compiler_loaded()
             bound = self.signature.bind(args, kwargs)[1]
             add_inputs(record, bound, arrivals(bound))
+            enter_sharded(record)
             return record, []
         lay_out(record)
         record.priced = self.axis.wire.priced
@@ -198,8 +215,10 @@ class Parallel:
         for k, t in enumerate(tensors_in(out)):
             if not isinstance(t, Carrier):
                 tensors.append(t)
-            elif self.gather and t.cut is not None:
-                node = record.outputs.get(k) or Node("output", "output", [t.ref])
+                continue
+            nodes = record.by_key.get(("output", k, t.ref))
+            node = nodes[0] if nodes else runner.added.output(k, t)
+            if self.gather and t.cut is not None:
                 [full] = runner.copies.bring(node, [t], [None])
                 tensors.append(covered_exit(full))
             elif t.cut is not None:
@@ -207,6 +226,12 @@ class Parallel:
             else:
                 tensors.append(plain(t))
         return map_tensors(out, tensors)
+
+
+def autocast(axis: Axis) -> torch.dtype | None:
+    """The dtype to which functions cast."""
+    device = axis.mesh.device_type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def refuse_transformed(model: nn.Module) -> None:

@@ -224,7 +224,8 @@ class Node:
     measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for each result, the
     layout to which it is switched as soon as it is made (None: none); writes: the operands that it writes into; kin:
     the results that share memory with others on one device (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell;
-    loose: it copies only if it must; constants: of a stage, the numbers that it returned beside tensors.
+    loose: it copies only if it must; constants: of a stage, the numbers that it returned beside tensors; like: the
+    node of a plan that this one differs from in numbers alone.
     """
 
     kind: str
@@ -253,6 +254,7 @@ class Node:
     kin_unknown: bool = False
     loose: bool = False
     constants: list[Any] | None = None
+    like: Node | None = None
 
     @property
     def refs(self) -> list[Ref]:
@@ -291,7 +293,8 @@ class Record:
     them are in a checkpoint; no_sources: keys of calls that are none, because what they make outlives the forward;
     saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the inputs
     that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that its switches
-    take, where these are not those of the tensor.
+    take, where these are not those of the tensor; replans, strays: how often it was planned again, and how many calls
+    have added nodes since (`dsp.core.growth`).
     """
 
     driver: Driver
@@ -302,7 +305,6 @@ class Record:
         self.bases: list[Base] = []
         self.inputs: dict[str, Ref] = {}
         self.patterns: dict[str, TensorPattern] = {}
-        self.outputs: dict[int, Node] = {}
         self.entry: dict[str, Layout] = {}
         self.persistent: dict[Path, Ref] = {}
         self.by_key: dict[Any, list[Node]] = {}
@@ -316,11 +318,12 @@ class Record:
         self.saved: list[float] = []
         self.input_grads: dict[str, Ref] = {}
         self.priced: Callable[[Value], Value] = lambda value: value
+        self.replans = self.strays = 0
 
     def ref(self, t: Tensor, shape: Sequence[int] | None = None) -> Ref:
         """A new reference to a tensor, of which `t` may be a part; shape: its global shape."""
         self.count += 1
-        place = -1 if self.memories is None else self.memories.setdefault(memory(t), len(self.memories))
+        place = -self.count if self.memories is None else self.memories.setdefault(memory(t), len(self.memories))
         size = torch.Size(t.shape if shape is None else shape)
         ref = Ref(size, None, self.count - 1, t.dtype, place, t.requires_grad)
         self.longest = max(self.longest, ref.nbytes)

@@ -17,7 +17,7 @@ from dsp.core.backward import Gradients, Regions
 from dsp.core.carrier import Carrier, claim, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
-from dsp.core.keys import key_part
+from dsp.core.keys import key_part, node_key
 from dsp.core.meter import NodeMeter
 from dsp.core.offers import Rules, operands_of, stage_node
 from dsp.core.persistent import PersistentTensors, persistent_tensors
@@ -80,7 +80,7 @@ class Recorder:
         self.meter.finish(node)
         results = tensors_in(out)
         node.identity = len(results) == 1 and any(out is t for t in tensors[:1]) and not writes
-        record.add((func, key_part(args), key_part(kwargs)), node)
+        record.add(node_key(func, what.name, args, kwargs), node)
         node.regions = self.regions.places(before)
         self.gradients.note(node, tensors, results)
         if node.identity or what.in_place:
@@ -256,7 +256,7 @@ def note_outputs(recorder: Recorder, root: StagePattern | None, out: Any, bound:
         root.refuse_outputs([t.shape for t in tensors])
     for k, t in enumerate(tensors):
         if isinstance(t, Carrier):
-            node = record.outputs[k] = record.add(("output", k), Node("output", "output", [t.ref]))
+            node = record.add(("output", k, t.ref), Node("output", "output", [t.ref]))
             recorder.gradients.note(node, [t], [])
     reached, record.saved = recorder.gradients.finish(tensors), recorder.regions.totals()
     record.input_grads = {

@@ -7,10 +7,9 @@ There is one way for stages and operations, for planned and unplanned ones. A no
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,20 @@ from dsp.core.carrier import LOCAL, Carrier, base_of, carry, claim, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies
 from dsp.core.inputs import Inputs, refuse_meshes
-from dsp.core.keys import Prepared, Ready, exact_key, first_of, key_part
-from dsp.core.offers import Rules, operands_of, stage_node, unrecorded_offers
-from dsp.core.record import Layout, Node, Offer, Operation, Record, global_shape, replicated
+from dsp.core.keys import Prepared, Ready, exact_key, first_of, floats_of, key_part, node_key
+from dsp.core.offers import Rules, stage_node
+from dsp.core.record import Layout, Node, Offer, Record, replicated
+from dsp.core.unplanned import Unplanned, runs_by_rule
 from dsp.core.unseen import covered, refuse_functions
 from dsp.core.watch import refuse
-from dsp.core.writes import kin_on_meta, note_writes, own_memory, refuse_write, relate, written_operands, wrote
+from dsp.core.writes import (
+    kin_of,
+    note_writes,
+    own_memory,
+    refuse_write,
+    relate,
+    wrote,
+)
 from dsp.gradients import waited
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_all
@@ -34,9 +41,8 @@ from dsp.notation import NotationError
 from dsp.observers import RUNNING
 from dsp.private import CONTEXT, backward_pass, saving_hooks
 from dsp.randomness import forked
-from dsp.rules.functions import DENSE
 from dsp.sharded import as_dtensor
-from dsp.stages import Stage, cut_for
+from dsp.stages import Stage
 from dsp.tensors import constants_in, map_tensors, tensors_in, version
 
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error
@@ -52,12 +58,15 @@ class InStage(NamedTuple):
 
 
 class Runner:
-    """Leads a forward of one rank past the nodes of its record; unplanned: the number of nodes that it did not have."""
+    """Leads a forward of one rank past the nodes of its record, and adds those that it does not have."""
 
     def __init__(self, record: Record, rules: Rules, axis: Axis) -> None:
         self.record, self.rules, self.axis = record, rules, axis
         self.copies, self.prepared = Copies(record, axis), Prepared(record)
-        self.unplanned = 0
+
+    @cached_property
+    def added(self) -> Unplanned:
+        return Unplanned(self.record, self.rules, self.axis, self.prepared)
 
     # --- an operation ---
 
@@ -101,20 +110,14 @@ class Runner:
         operands = tensor_args(args, kwargs)
         refuse_functions(operands)
         refuse_meshes(operands, self.axis)
-        shared = func, key_part(args), key_part(kwargs)
+        shared: Any = node_key(func, what.name, args, kwargs)
         node, at = self.prepared.node(shared, first or first_of(args, kwargs), at)
+        if node is not None and not runs_by_rule(node, self.axis, func, args, kwargs):
+            shared = *shared, floats_of((args, kwargs))  # a rule reads one of them
+            node, at = self.prepared.node(shared, first or first_of(args, kwargs), None)
         if node is None:
             refuse(what, args, kwargs)
-            refs = operands_of(operands)
-            node = Node("operation", what.name, refs, in_place=what.in_place, loose=what.name in DENSE)
-            node.writes, kin = (
-                written_operands(func, what, args, kwargs),
-                kin_on_meta(self.axis, what.name, func, args, kwargs),
-            )
-            node.kin, node.kin_unknown = ((0, 0),) if kin is None else kin, kin is None
-            node.call = Operation(func, *replaced(args, kwargs, iter(refs)))
-            node.offers = self.rules.of(self.record, node)
-            self.add(shared, node, operands)
+            node = self.added.operation(shared, func, what, args, kwargs)
         offer = node.offer
         if node.view:  # in the layout of its base
             offer = next((o for o in node.offers if o.needs[0] == operands[0].cut), None)  # type: ignore[attr-defined]
@@ -130,11 +133,6 @@ class Runner:
             Ready(node, offer, local, there and local is None and not (node.moves or node.writes or node.loose)),
         )
 
-    def add(self, key: Any, node: Node, operands: Sequence[Tensor]) -> None:
-        node.offer = least(node, operands)
-        self.unplanned += 1
-        self.record.add(key, node)
-
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
         """Local results as the model sees them, switched where all that reads them wants another layout."""
         if type(out) is Tensor and node.results and (not node.push or node.push[0] in (None, offer.gives[0])):
@@ -142,7 +140,7 @@ class Runner:
             return claim(self.record, out, node.results[0], offer.gives[0], base)
         tensors = [*map(plain, tensors_in(out))]
         if len(node.results) < len(tensors):
-            self.add_results(node, offer, tensors)
+            self.added.results(node, offer, tensors)
         pushes = node.push or [None] * len(tensors)
         goals = [cut if push is None else push for cut, push in zip(offer.gives, pushes, strict=False)]
         parts = [Part(t, src, dst, r.shape) for t, src, dst, r in zip(tensors, offer.gives, goals, node.results)]  # type: ignore[arg-type]
@@ -154,16 +152,6 @@ class Runner:
             moves = p.src is not None and p.src != p.dst
             results.append(claim(self.record, next(switched) if moves else p.local, r, p.dst if moves else p.src))
         return results[0] if isinstance(out, Tensor) else map_tensors(out, results)
-
-    def add_results(self, node: Node, offer: Offer, tensors: Sequence[Tensor]) -> None:
-        """Number the results of a node that the record did not have, when it has run for the first time."""
-        sizes = offer.sizes or (None,) * len(tensors)
-        for t, cut, size in zip(tensors, offer.gives, sizes):
-            ref = self.record.ref(t, global_shape(t.shape, cut, size))
-            base = self.record.new_base(ref)
-            if cut is not None:
-                base.allow(cut)
-            node.results.append(ref)
 
     # --- a stage ---
 
@@ -192,15 +180,17 @@ class Runner:
             if version(parts[i]) != before:
                 refuse_write(self.record, stage.where, operands[i], offer.needs[i])
                 wrote(self.axis, stage.where, operands[i], brought[i], offer.needs[i])
-        offer, results = self.local_results(stage, node, offer, held, out)
+        offer, results = self.local_results(stage, node, offer, held, out, parts)
         self.refuse_sizes(stage, node, offer, results, out)
         result = self.give(node, offer, map_tensors(out, results), None)
         if node.kin:
             relate(node, operands, tensors_in(result))
         return result
 
-    def local_results(self, stage: Stage, node: Node, offer: Offer, held: int, out: Any) -> tuple[Offer, list[Tensor]]:
-        """The results of a stage on this rank's part, without a dummy row, and the offer that says their cuts."""
+    def local_results(
+        self, stage: Stage, node: Node, offer: Offer, held: int, out: Any, parts: Sequence[Tensor]
+    ) -> tuple[Offer, list[Tensor]]:
+        """The results of a stage on this rank's parts, without a dummy row, and the offer that says their cuts."""
         results = tensors_in(out)
         if any(type(t) is not Tensor or isinstance(t.grad_fn, CONTEXT) for t in results):
             results = [covered(waited(plain(t))) for t in results]
@@ -208,7 +198,8 @@ class Runner:
             sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
             results = [torch.ops.dsp.reduce_scatter(t, c.dim, self.axis.group) for t, c in zip(sums, offer.gives)]  # type: ignore[union-attr]
         if len(node.results) < len(results):
-            offer = self.add_stage_results(stage, node, results, held)
+            node.kin = () if offer.option.onto else kin_of(parts, results)  # type: ignore[union-attr]
+            offer = self.added.stage_results(stage, node, results, held)
         if not held and not offer.option.onto:  # type: ignore[union-attr]
             results = [t.narrow(cut.dim, 0, 0) for t, cut in zip(results, offer.gives)]  # type: ignore[union-attr]
         return offer, results
@@ -238,30 +229,6 @@ class Runner:
         assert offer.option is not None
         return Cut(0).own(offer.option.size, self.axis.size, self.axis.rank)
 
-    def add_stage_results(self, stage: Stage, node: Node, results: Sequence[Tensor], held: int) -> Offer:
-        """Number the results of a stage that the record did not have, from those on this rank's part."""
-        assert node.offer is not None
-        assert node.offer.option is not None
-        sizes, option, gives = node.call.sizes, node.offer.option, list[Layout]()  # type: ignore[union-attr]
-        for t, p in zip(results, stage.outputs([*results])):
-            if option.name is None or option.onto:
-                shape, cut = [*t.shape], None if not option.onto else Cut(p.axis_of(option.onto))
-            else:
-                local = stage.result_sizes(t, p, {**sizes, option.name: max(held, 1)}, self.record.sizes)
-                full = {**local, option.name: option.size}
-                shape = [math.prod(full[n] for n in axis) for axis in p.axes]
-                cut = cut_for(p, shape, option.lands, full)  # type: ignore[arg-type]
-            gives.append(cut)
-            ref = self.record.ref(t, shape)
-            base = self.record.new_base(ref)
-            if cut is not None:
-                base.allow(cut)
-            node.results.append(ref)
-        at = node.offers.index(node.offer)
-        node.offers[at] = node.offer = replace(node.offer, gives=tuple(gives))
-        self.prepared.by_key.clear()
-        return node.offer
-
     def ready_stage(self, key: Any, at: int | None, stage: Stage, call: Any, args: Any, kwargs: Any) -> Ready:
         node, bound = stage_node(self.record, stage, args, kwargs)
         nested = [(t, error) for t, error in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
@@ -273,10 +240,8 @@ class Runner:
         shared = stage.name, tuple(key_part(t) for t in operands)
         carriers = (t for t in (*operands, *(t for t, _ in nested)) if isinstance(t, Carrier))
         planned, at = self.prepared.node(shared, next(carriers), at)
-        if planned is None:  # as in `ready`
-            planned = node
-            node.offers = unrecorded_offers(node)
-            self.add(shared, node, operands)
+        if planned is None:
+            planned = self.added.stage(shared, node, operands)
         offer, slots = planned.offer, [b.slot for b in bound]
         assert offer is not None
         local = None if offer.local is None else offer.local(self.axis, call, args, kwargs)
@@ -286,17 +251,6 @@ class Runner:
 def sharded(offer: Offer) -> bool:
     """Tell whether a stage is sharded by this offer."""
     return offer.option is not None and offer.option.name is not None
-
-
-def least(node: Node, operands: Sequence[Tensor]) -> Offer:
-    """The offer that moves least, for a node that the record does not have: the same on every rank."""
-
-    def moved(o: Offer) -> tuple[bool, int]:
-        pairs = zip(operands, o.needs)
-        moving = [(t, need) for t, need in pairs if isinstance(t, Carrier) and t.cut != need]
-        return o.last_resort, o.nbytes + sum(t.ref.nbytes * (1 if need else 1000) for t, need in moving)
-
-    return min([*node.offers, *([] if node.kind == "stage" else [replicated(node)])], key=moved)
 
 
 def with_dummy(local: Tensor, cut: Layout) -> Tensor:
@@ -320,7 +274,7 @@ class Outside:
 
     @property
     def unplanned(self) -> int:
-        return self.runner.unplanned
+        return self.runner.added.count if "added" in self.runner.__dict__ else 0
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         if backward_pass() != -1 or self.running():

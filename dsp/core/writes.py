@@ -64,20 +64,26 @@ def kin_of(operands: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[tuple
     return tuple(found)
 
 
-def kin_on_meta(axis: Axis, name: str, func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, int], ...] | None:
+def on_meta(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]] | None:
+    """The operands and the results of an operation as tensors without data; None if the results depend on data."""
+    models = [*map(model_of, tensor_args(args, kwargs))]
+    try:
+        args, kwargs = replaced(args, kwargs, iter(models))
+        return models, tensors_in(func(*args, **kwargs))
+    except Exception:
+        return None
+
+
+def kin_on_meta(
+    axis: Axis, name: str, operands: Sequence[Tensor], meta: tuple[list[Tensor], list[Tensor]] | None
+) -> tuple[tuple[int, int], ...] | None:
     """The same for an operation that no record has, from a call on tensors without data; None if no rank can tell.
 
     A rank with one row does not know where the sharded dim is in memory: it asks rank 0, if that has more rows.
     """
-    if name not in ALIASES | FOLDS:
+    if name not in ALIASES | FOLDS or meta is None:
         return ()
-    operands = tensor_args(args, kwargs)
-    models = [on_meta(t) for t in operands]
-    try:
-        out = tensors_in(func(*(call := replaced(args, kwargs, iter(models)))[0], **call[1]))
-    except Exception:  # its result depends on data, and has memory of its own
-        return ()
-    kin = kin_of(models, out)
+    kin = kin_of(*meta)
     if name not in DENSE or not isinstance(t := operands[0], Carrier) or t.cut is None:
         return kin
     rows = [t.cut.own(t.ref.shape[t.cut.dim], axis.size, rank) for rank in range(axis.size)]
@@ -89,7 +95,7 @@ def kin_on_meta(axis: Axis, name: str, func: Any, args: Any, kwargs: Any) -> tup
     return ((0, 0),) if bool(torch.ops.dsp.all_reduce(answer, axis.group)) else ()
 
 
-def on_meta(t: Tensor) -> Tensor:
+def model_of(t: Tensor) -> Tensor:
     """A tensor without data, of the global shape and with the strides that it has on one device."""
     if not isinstance(t, Carrier):
         return t.to("meta")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dsp.calls import GlueError, Operand, replaced, without_operands
-from dsp.core.keys import key_part
+from dsp.core.keys import node_key
 from dsp.core.offers import operands_of
 from dsp.core.record import Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.recording import Recorder
@@ -29,7 +29,7 @@ class SourceWatch(Watch):
     """Makes nodes of sources while a forward is recorded; in a run it leads them to their nodes."""
 
     def on_plain(self, func: Any, what: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-        record, key = self.record, (func, key_part(args), key_part(kwargs))
+        record, key = self.record, node_key(func, what.name, args, kwargs)
         recorded, driver = key in record.by_key, record.driver
         if key in record.no_sources:
             return func(*args, **kwargs)

@@ -26,7 +26,8 @@ ROOMS = {
         notes traffic_check piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
     "core": """meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers checkpoints
-        inputs persistent stage_calls recording run hooks gradient_hooks placement decide observed parallel""",
+        inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement decide observed
+        parallel""",
     "glue": "traffic local sources offers",
     "report": "quickest traffic legs picture hidden table names cost measure advice plan",
     "guard": "agreement guards",

@@ -35,6 +35,24 @@ def planned(model: nn.Module) -> bool:
     )
 
 
+def left_plan(model: nn.Module) -> bool:
+    """Tell whether the last call ran what its plan did not have."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    if NEW:
+        return any(r.driver.unplanned for r in runtime.records.values())
+    return any(entry.astray for entry in runtime.entries.values())
+
+
+def same_key(model: nn.Module) -> list[list[str]]:
+    """The decisions on nodes that look alike, for each group of such nodes."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    if NEW:
+        groups = [nodes for record in runtime.records.values() for nodes in record.by_key.values()]
+        return [[str((n.offer.needs, n.moves, n.push)) for n in nodes] for nodes in groups if len(nodes) > 1]
+    nodes = [found.nodes for entry in runtime.entries.values() for found in entry.plan.script.nodes.values()]
+    return [[repr(node.step) for node in several] for several in nodes if len(several) > 1]
+
+
 def plans(model: nn.Module) -> int:
     """The number of plans of a model."""
     runtime: Any = model.forward.__self__  # type: ignore[union-attr]

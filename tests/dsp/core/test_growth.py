@@ -1,0 +1,113 @@
+"""Records that grow: forwards that read their data or take another branch, exact and planned before the next call."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import dsp
+from tests.support.beside import averaged, beside, exact, same
+from tests.support.houses import NEW, left_plan, planned
+from tests.support.toys import C, Does, SpaceTime
+
+pytestmark = pytest.mark.skipif(not NEW, reason="of dsp.core")
+
+
+def reading(m: Any, x: Tensor) -> Tensor:
+    """Attention of x by three projections that look alike, after a look at its numbers."""
+    if x.amax().item() > 1e9:
+        x = x / 2
+    q, k, v = (F.linear(x, w) for w in m.weights)
+    return x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+
+
+def weights(count: int = 3) -> nn.ParameterList:
+    return nn.ParameterList(torch.randn(C, C, dtype=torch.float64) / 2 for _ in range(count))
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_a_forward_that_reads_its_data_is_sharded_at_once_and_planned_in_the_second_call(mesh: DeviceMesh) -> None:
+    model = Does(reading, weights=weights())
+    x = torch.randn(1, 11, C, dtype=torch.float64, requires_grad=True)
+    comms = exact(model, mesh, (x,), {"": "x=b s c"}, rounds=3, count=True)
+    sent = [comm.forward.bytes for comm in comms]
+    assert sent[1] == sent[2]
+    parallel = dsp.parallelize(Does(reading, weights=weights()), mesh, {"": "x=b s c"})
+    for _ in range(2):
+        parallel(x).square().mean().backward()
+    assert planned(parallel)
+
+
+def branching(m: SpaceTime, x: Tensor) -> Tensor:
+    """One or the other, in checkpoints."""
+
+    def part(x: Tensor, way: bool) -> Tensor:
+        y = m.space(x * 2) if way else m.time(x * 3).flip(1)
+        return m.time(y.roll(1, 2)) + y
+
+    return m.space(checkpoint(part, x, m.way, use_reentrant=False)) * x.mean()
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_branches_are_planned_together(mesh: DeviceMesh) -> None:
+    single = SpaceTime(branching, way=False).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    x, strays = torch.randn(1, 5, 7, C, dtype=torch.float64, requires_grad=True), []
+    for single.way in (False, True, True, False, True):
+        model.way = single.way
+        beside(single, model, mesh, (x,))
+        strays.append(left_plan(model))
+    assert strays == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_backward_of_a_call_before_its_record_was_planned_again(mesh: DeviceMesh) -> None:
+    """Checkpoints of both calls are computed again by the plan that each ran by."""
+    single = SpaceTime(branching, way=False).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    xs = [torch.randn(1, 5, 7, C, dtype=torch.float64) for _ in range(4)]
+    for m in (single, model):
+        losses = []
+        for x, m.way in zip(xs, (False, True, True, False)):
+            losses.append(dsp.mean(m(x).square()))
+        for loss in reversed(losses):
+            loss.backward()
+    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+
+
+def stretching(m: Any, x: Tensor) -> Tensor:
+    return F.interpolate(F.linear(x, m.weights[0]).mT, scale_factor=m.by).mT * (m.by + m.step)
+
+
+@pytest.mark.parametrize("mesh", [2])
+def test_floats_and_numbers_that_change_with_each_call(mesh: DeviceMesh) -> None:
+    single = Does(stretching, weights=weights(1), by=2.0, step=0)
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s c"})
+    x = torch.randn(1, 7, C, dtype=torch.float64)
+    for step, by in enumerate((2.0, 3.0, 1.5, 2.0, 3.0)):
+        for m in (single, model):
+            m.by, m.step = by, step
+        torch.testing.assert_close(model(x), single(x))
+
+
+def test_records_that_grow_with_each_call_are_planned_ever_more_seldom(mesh: DeviceMesh) -> None:
+    """Rows that are picked by the data: another number of them in each call."""
+
+    def picked(m: Any, x: Tensor) -> Tensor:
+        return F.linear(x, m.weights[0])[:, torch.nonzero(x[0, :, 0] > 0)[:, 0]]
+
+    single = Does(picked, weights=weights(1))
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s c"})
+    for call in range(12):
+        x = torch.randn(1, 13, C, dtype=torch.float64)
+        x[..., 0] = torch.where(torch.arange(13) <= call, 1.0, -1.0)
+        torch.testing.assert_close(model(x), single(x))
+    [record] = model.forward.__self__.records.values()
+    assert record.replans < 9
