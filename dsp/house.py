@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dsp.core.parallel import Parallel
-from dsp.glue.offers import ShardingRules
-from dsp.guard.guards import GUARDS
+from dsp import parallel
 from dsp.layout import Axis
 from dsp.notation import StagePattern
 from dsp.run.parallel import FullRuntime
@@ -26,7 +24,8 @@ def install(
     if not NEW:
         FullRuntime(model, axis, stages, root, gather_output, **options).install()
         return
+    overlap = options.pop("overlap", None)
     asked = [name for name, value in options.items() if value]
     if asked:
         raise NotImplementedError(f"{asked[0]}= does not work with DSP_HOUSE=new yet")
-    Parallel(model, axis, stages, root, gather_output, ShardingRules(), GUARDS)
+    parallel.install(model, axis, stages, root, gather_output, overlap)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.core.parallel import Parallel
+from dsp.core.recording import PLAIN, RecordOptions
 from dsp.glue.offers import ShardingRules
 from dsp.guard.agreement import agree
 from dsp.guard.guards import GUARDS
 from dsp.hardware import Hardware
 from dsp.known import stages_of
 from dsp.layout import Axis
+from dsp.notation import StagePattern
+from dsp.overlap.ahead import send_ahead
+from dsp.overlap.choice import CutStages
+from dsp.overlap.options import Overlap, overlap_of, refuse_overlap
 from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
+from dsp.report.measure import Measure
 from dsp.routes import Route
+from dsp.stages import Stage
 from dsp.wire import SAME, Wire
 
 
@@ -26,6 +34,7 @@ def parallelize(
     gather_output: bool = True,
     wire: str | Mapping[str, str] = SAME,
     route: str | Route | Hardware | None = None,
+    overlap: int | str | Hardware | None = None,
 ) -> nn.Module:
     """Run `model` on sequences N times longer over the N ranks of `mesh`; in place, and returned.
 
@@ -42,14 +51,20 @@ def parallelize(
     ``"int8"``, in fewer bits, which is not exact (docs/wire.md). ``{"forward": ..., "backward": ...}`` sets the format
     of gradients apart. route: how a switch goes over ranks of several nodes: ``"direct"``, ``"hierarchical"``,
     ``"rounds"`` or ``"auto"`` (docs/routes.md); with a route `mesh` may have two axes, nodes and ranks within a node.
+
+    overlap: the number of pieces, 2 to 4, in which to run a stage whose result is switched: each piece travels while
+    the next one is computed, in backward as well (docs/overlap.md). "auto" measures the links and cuts where that saves
+    time; a `dsp.Hardware` decides the same without measuring. Switched numbers are the same; gradients of weights are
+    added up piece by piece, which rounds differently.
     """
+    refuse_overlap(overlap)
     batches, mesh = axes_of(model, mesh)
     mesh, route = Route.along(mesh, route)
     axis = Axis.of(mesh, Wire.of(wire), route)
     if (parts := parts_of(model, stages, axis.rank)) is not None:
         for part in parts:
             if axis.size > 1:
-                parallelize(part.module, mesh, part.stages, gather_output, wire, route)
+                parallelize(part.module, mesh, part.stages, gather_output, wire, route, overlap)
                 part.place()
             if batches is not None and batches.size() > 1 and not isinstance(part.module, Method):
                 SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
@@ -58,8 +73,24 @@ def parallelize(
         raise TypeError(f"model must be a torch.nn.Module or a pipeline of diffusers, not {type(model).__name__}")
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
-        agree(axis, model, {"stages": stated, "wire": axis.wire, "route": axis.ways, "gather_output": gather_output})
+        given = {"stages": stated, "wire": axis.wire, "route": axis.ways, "gather_output": gather_output}
+        agree(axis, model, {**given, "overlap": repr(overlap)})
     declarations = stages_of(model, stages)
     if axis.size > 1:
-        Parallel(model, axis, *declarations, gather_output, ShardingRules(), GUARDS)
+        install(model, axis, *declarations, gather_output, overlap_of(overlap, mesh=mesh, dtype=dtype_of(model)))
     return model
+
+
+def install(
+    model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
+    overlap: Overlap = None,
+) -> None:  # fmt: skip
+    """Make a model parallel in place, by its stages."""
+    passes = () if overlap is None else (CutStages(overlap, axis.wire),)
+    options = RecordOptions(Measure) if isinstance(overlap, Hardware) else PLAIN
+    Parallel(model, axis, stages, root, gather_output, ShardingRules(), GUARDS, passes, options, send_ahead)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model computes: that of its first floating-point parameter."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

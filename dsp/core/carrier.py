@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -24,7 +25,8 @@ from dsp.gradients import covered_exit
 from dsp.moves import gather_local
 from dsp.observers import RUNNING
 from dsp.private import OpOverload
-from dsp.tensors import version
+from dsp.rules.functions import TELLING
+from dsp.tensors import memory, tensors_in, version
 from dsp.traits import traits
 
 LOCAL = torch._C.DisableTorchFunctionSubclass
@@ -58,6 +60,7 @@ class Carrier(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):  # below autograd, where dispatch modes see parts
+            arrive_all(args, kwargs)
             with LOCAL():
                 return func(*args, **kwargs)
         what = traits(func)
@@ -65,6 +68,8 @@ class Carrier(Tensor):
             read = READERS.get(func)
             if read is not None and isinstance(args[0], Carrier):
                 return read(*args, **kwargs)
+            if what.name in TELLING:
+                arrive_all(args, kwargs)
             with LOCAL():
                 return func(*args, **kwargs)
         if what.name == "detach":  # a checkpoint detaches what it saves, in backward too
@@ -99,18 +104,18 @@ class Carrier(Tensor):
         """The DTensor, or the tensor if it is replicated."""
         RUNNING.set(None)  # what the caller does with it is of no node
         if self.cut is None:
-            return plain(self)
-        return self.record.driver.axis.wrap(plain(self), self.cut, self.ref.shape, guard=True)
+            return numbers(self)
+        return self.record.driver.axis.wrap(numbers(self), self.cut, self.ref.shape, guard=True)
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        return self.as_dtensor().to_local(**kwargs) if kwargs else plain(self)  # type: ignore[attr-defined]
+        return self.as_dtensor().to_local(**kwargs) if kwargs else numbers(self)  # type: ignore[attr-defined]
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
         if self.cut is None:
-            return plain(self)
+            return numbers(self)
         if kwargs:
             return self.as_dtensor().full_tensor(**kwargs)  # type: ignore[attr-defined]
-        return covered_exit(gather_local(plain(self), self.cut, self.ref.shape, self.record.driver.axis))
+        return covered_exit(gather_local(numbers(self), self.cut, self.ref.shape, self.record.driver.axis))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.as_dtensor().redistribute(*args, **kwargs)  # type: ignore[attr-defined]
@@ -163,6 +168,29 @@ def plain(t: Tensor) -> Tensor:
         return t.view_as(t) if t.now is None else plain(t.now)
 
 
+def numbers(t: Carrier) -> Tensor:
+    """The same, once its numbers have arrived."""
+    if t.record.in_flight:
+        arrive(t.record, [t])
+    return plain(t)
+
+
+def arrive(record: Record, tensors: Iterable[Tensor] | None = None) -> None:
+    """Wait for the numbers of these tensors, or of all, if they are in flight."""
+    for place in [*record.in_flight] if tensors is None else map(memory, tensors):
+        wait = record.in_flight.pop(place, None)
+        if wait is not None:
+            with torch._C.DisableTorchFunction():  # waiting is not an operation of the model
+                wait()
+
+
+def arrive_all(args: Any, kwargs: Any) -> None:
+    """Wait for the numbers of all carriers among the arguments of a function."""
+    for t in tensors_in((args, kwargs)):
+        if isinstance(t, Carrier) and t.record.in_flight:
+            arrive(t.record, [t])
+
+
 def base_of(t: Carrier) -> Carrier:
     return t if t.base is None else t.base
 
@@ -186,9 +214,9 @@ def copies_of(base: Carrier) -> dict[Layout, Tensor]:
 
 def described(t: Carrier, *_: Any, **__: Any) -> str:
     if t.cut is None:
-        return repr(plain(t))
+        return repr(numbers(t))
     rank = t.record.driver.axis.rank
-    return f"{plain(t)!r}, the part of rank {rank} of {[*t.ref.shape]} sharded along dim {t.cut.dim}"
+    return f"{numbers(t)!r}, the part of rank {rank} of {[*t.ref.shape]} sharded along dim {t.cut.dim}"
 
 
 def on_meta(t: Carrier, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -106,11 +106,11 @@ class NodeMeter(TorchDispatchMode):
 
     def value(self, node: Node) -> Any:
         """The properties of a node that has run, which equal nodes share."""
-        return self.random
+        return self.random, node.stateful
 
     def write(self, node: Node, value: Any) -> None:
         """Write these on a node."""
-        node.draws = value
+        node.draws, node.stateful = value
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[Any]:
         """Note that a stage ran; what is noted of its node serves equal ones."""
@@ -169,6 +169,11 @@ class Meter(NodeMeter):
     def _freed(self, size: int, made: int) -> None:
         if made == self.round:
             self.live -= size
+
+
+def forwards(node: Node) -> int:
+    """The cost of a node in a training step, in forwards: a backward counts as two, a recomputation as one."""
+    return 1 + (2 + node.cost.recomputed) * any(node.result_grads)
 
 
 def undropped(func: Any, args: Any, kwargs: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import dsp.core.gradient_hooks  # noqa: F401 (hooks on carriers)
 from dsp.calls import GlueError
 from dsp.compile_off import CompileOff
-from dsp.core.carrier import Carrier, first_carrier, plain
-from dsp.core.decide import decide
+from dsp.core.carrier import Carrier, arrive, first_carrier, plain
+from dsp.core.decide import Decision, decide
 from dsp.core.growth import due, grown
 from dsp.core.hooks import order_hooks
 from dsp.core.inputs import Inputs, add_inputs, arrivals, enter_sharded, properties, signature_of
@@ -24,8 +24,8 @@ from dsp.core.observed import Events, ModelCall, Observe
 from dsp.core.offers import Rules, lay_out
 from dsp.core.persistent import adopt, layout_at
 from dsp.core.record import Record
-from dsp.core.recording import record_forward
-from dsp.core.run import Outside, Runner
+from dsp.core.recording import PLAIN, RecordOptions, record_forward
+from dsp.core.run import Outside, Runner, Send, at_once
 from dsp.core.stage_calls import UNCHANGED, StageCall, keep_compiled
 from dsp.core.unseen import refuse_functions
 from dsp.core.watch import watched
@@ -40,6 +40,7 @@ from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
 from dsp.world import Path, refuse_leaves, unpicklable
 
+Pass = Callable[[Record, Decision], Any]  # over the nodes of a record, once each has its decision
 RECORDS = 64  # signatures of inputs whose record is kept
 # the usual types of arguments: in others objects may hide, or a tensor still on its way
 USUAL = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)})
@@ -48,18 +49,22 @@ USUAL = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(No
 class Parallel:
     """A parallel model: its forward, by the record for inputs like these.
 
-    observers: of its calls (`dsp.core.observed`); paths: of carriers that calls left and later ones read; leaving: keys
-    of records that leave others, which nobody is known to read; running: the number of its forwards that run.
+    observers: of its calls (`dsp.core.observed`); passes: over the nodes of each planned record; options: of
+    recordings; send: makes switches of results of operations; paths: of carriers that calls left and later ones read;
+    leaving: keys of records that leave others, which nobody is known to read; running: the number of its forwards that
+    run.
     """
 
     def __init__(
         self, model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather: bool, rules: Rules,
-        observers: Sequence[Observe] = (),
+        observers: Sequence[Observe] = (), passes: Sequence[Pass] = (), options: RecordOptions = PLAIN,
+        send: Send = at_once,
     ) -> None:  # fmt: skip
         if isinstance(getattr(model.forward, "__self__", None), Parallel):
             raise ValueError("this model is already parallelized; build it anew to parallelize it differently")
         self.model, self.axis, self.gather, self.rules = model, axis, gather, rules
         self.stages, self.root, self.observers = stages, root, observers
+        self.passes, self.options, self.send = passes, options, send
         self.forward, self.signature = model.forward, signature_of(model, root)
         self.install()
         model.forward = self.call
@@ -84,6 +89,7 @@ class Parallel:
         """The same for a copy of the model, on the same ranks and with its own records."""
         new = memo[id(self)] = object.__new__(Parallel)
         new.axis, new.gather, new.rules, new.observers = self.axis, self.gather, self.rules, self.observers
+        new.passes, new.options, new.send = self.passes, self.options, self.send
         for name in ("model", "stages", "root", "forward", "signature"):  # the copied model is not complete yet
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.install()
@@ -112,8 +118,9 @@ class Parallel:
     def observed(self, args: Any, kwargs: Any) -> Any:
         """The output of a forward."""
         order_hooks(self.between, self.staged)
-        if compiler_loaded():
-            keep_compiled(self.model, self.stage_calls, self.between)
+        if compiler_loaded() and keep_compiled(self.model, self.stage_calls, self.between):
+            for record in self.records.values():  # what is ready calls what was there before
+                record.driver.runner.prepared.by_key.clear()  # type: ignore[attr-defined]
         refuse_transformed(self.model)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not USUAL.issuperset(map(type, leaves)):
@@ -135,12 +142,16 @@ class Parallel:
         try:
             with watched(record), CompileOff() if record.compiled else UNCHANGED:
                 out = self.forward(*local_args, **local_kwargs)
+            if record.in_flight:
+                arrive(record)
             out = self.bring_out(outside.runner, out)
             for end in self.events.end:
                 end(call, out)
             return out
         finally:
             record.driver, self.running = outside, self.running - 1
+            if record.in_flight:  # the forward raised: torch keeps for good what nobody waits for
+                arrive(record)
             if token is not None:
                 unshare(token)
 
@@ -171,15 +182,14 @@ class Parallel:
     def lead(self, record: Record, args: Any, kwargs: Any) -> None:
         """Give a record what drives it."""
         inputs = Inputs(record, self.axis, self.signature.bind(args, kwargs)[1])
-        record.driver = Outside(Runner(record, self.rules, self.axis), inputs, lambda: self.running > 0)
+        record.driver = Outside(Runner(record, self.rules, self.axis, self.send), inputs, lambda: self.running > 0)
 
     def planned_again(self, key: Any, record: Record, args: Any, kwargs: Any) -> Record:
         """The record with this key, planned again with the nodes that calls added to it, if that is due."""
         if not due(record):
             return record
         new = grown(record)
-        lay_out(new)
-        decide(new, self.gather)
+        self.decide(new)
         self.lead(new, args, kwargs)
         self.records[key] = new
         return new
@@ -189,7 +199,9 @@ class Parallel:
         as it runs."""
         n = self.axis.size
         try:
-            record, paths = record_forward(self.model, self.stages, self.root, args, kwargs, n, self.rules)
+            record, paths = record_forward(
+                self.model, self.stages, self.root, args, kwargs, n, self.rules, self.options
+            )
         except (NotationError, GlueError):
             raise
         except Exception:  # the forward reads its data, or calls what cannot run without
@@ -199,10 +211,16 @@ class Parallel:
             add_inputs(record, bound, arrivals(bound))
             enter_sharded(record)
             return record, []
-        lay_out(record)
         record.priced = self.axis.wire.priced
-        decide(record, self.gather)
+        self.decide(record)
         return record, paths
+
+    def decide(self, record: Record) -> None:
+        """Write decisions on the nodes of a record."""
+        lay_out(record)
+        decision = decide(record, self.gather)
+        for one in self.passes:
+            one(record, decision)
 
     def bring_out(self, runner: Runner, out: Any) -> Any:
         """The output of the model: gathered, or as DTensors."""

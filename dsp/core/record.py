@@ -109,25 +109,27 @@ class InnerPart(NamedTuple):
     """The part of a tensor in a collective inside an offer: bytes that each rank sends, and sends in backward.
 
     operand, result: the numbers of the tensors between which it lies (None: all of them); it has a backward if both get
-    a gradient.
+    a gradient; move: of a switch that the offer makes in pieces.
     """
 
     sent: tuple[int, ...]
     back: tuple[int, ...]
     operand: int | None = None
     result: int | None = None
+    move: Relayout | None = None
 
 
 class InnerCollective(NamedTuple):
     """A collective that an offer makes inside: its kind, that of its adjoint, and what it carries.
 
-    early: it runs before the operation saves anything for backward.
+    early: it runs before the operation saves anything for backward; calls: the pieces in which it is made.
     """
 
     kind: str
     adjoint: str
     parts: tuple[InnerPart, ...]
     early: bool = False
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class Offer:
 
     needs, gives: the cuts of its operands and results; sizes: the global length of each result along its cut, where the
     record does not say; inner: the collectives inside; last_resort: it shards the batch; local: makes the function that
-    runs on parts (None: the node's call runs on them unchanged); option: of a stage, the dim that it is sharded along.
+    runs on parts (None: the node's call runs on them unchanged); option: of a stage, the dim that it is sharded along;
+    takes_empty: of a stage, its function takes empty parts, and gives results in whatever layouts `gives` has.
     """
 
     needs: tuple[Layout, ...]
@@ -146,6 +149,7 @@ class Offer:
     last_resort: bool = False
     local: LocalFunction | None = None
     option: Option | None = None
+    takes_empty: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -154,7 +158,7 @@ class Offer:
 
     @property
     def calls(self) -> int:
-        return len(self.inner)
+        return sum(c.calls for c in self.inner)
 
 
 class Operation(NamedTuple):
@@ -224,8 +228,8 @@ class Node:
     measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for each result, the
     layout to which it is switched as soon as it is made (None: none); writes: the operands that it writes into; kin:
     the results that share memory with others on one device (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell;
-    loose: it copies only if it must; constants: of a stage, the numbers that it returned beside tensors; like: the
-    node of a plan that this one differs from in numbers alone.
+    loose: it copies only if it must; constants: of a stage, the numbers that it returned beside tensors; stateful: of a
+    stage, it wrote to what its modules keep; like: the node of a plan that this one differs from in numbers alone.
     """
 
     kind: str
@@ -254,6 +258,7 @@ class Node:
     kin_unknown: bool = False
     loose: bool = False
     constants: list[Any] | None = None
+    stateful: bool = False
     like: Node | None = None
 
     @property
@@ -294,7 +299,8 @@ class Record:
     saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the inputs
     that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that its switches
     take, where these are not those of the tensor; replans, strays: how often it was planned again, and how many calls
-    have added nodes since (`dsp.core.growth`).
+    have added nodes since (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor that has not
+    arrived (`dsp.core.carrier.arrive`).
     """
 
     driver: Driver
@@ -319,6 +325,7 @@ class Record:
         self.input_grads: dict[str, Ref] = {}
         self.priced: Callable[[Value], Value] = lambda value: value
         self.replans = self.strays = 0
+        self.in_flight: dict[Any, Callable[[], None]] = {}
 
     def ref(self, t: Tensor, shape: Sequence[int] | None = None) -> Ref:
         """A new reference to a tensor, of which `t` may be a part; shape: its global shape."""

@@ -40,13 +40,16 @@ from dsp.world import Path, World
 class Recorder:
     """Leads a forward on tensors without data, all replicated, and adds each node to the record.
 
-    persistent: tensors in the place of the carriers that earlier calls left.
+    persistent: tensors in the place of the carriers that earlier calls left; state_of: a state of a stage's module,
+    which shows by comparison whether it was written to.
     """
 
     axis: Axis  # of no rank: a forward that asks for it cannot be recorded
 
-    def __init__(self, record: Record, meter: NodeMeter, persistent: Mapping[Ref, Tensor]) -> None:
-        self.record, self.meter, self.persistent = record, meter, persistent
+    def __init__(
+        self, record: Record, meter: NodeMeter, persistent: Mapping[Ref, Tensor], state_of: Callable[[Stage], Any]
+    ) -> None:  # fmt: skip
+        self.record, self.meter, self.persistent, self.state_of = record, meter, persistent, state_of
         self.regions, self.gradients = Regions(), Gradients()
 
     def full(self, t: Tensor) -> Tensor:
@@ -97,9 +100,10 @@ class Recorder:
         args, kwargs = map_tensors((args, kwargs), tensors)
         operands, read = [b.tensor for b in bound], dict(zip(map(id, carried), tensors))
         refuse_functions(operands)
-        versions = [*map(version, operands)]
+        versions, state = [*map(version, operands)], self.state_of(stage)
         self.meter.start()
         out = call(*args, **kwargs)
+        node.stateful = state != self.state_of(stage)
         self.meter.finish(node)
         results, node.constants = [*map(covered, tensors_in(out))], constants_in(out)
         node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
@@ -185,12 +189,18 @@ class ModelCopy:
         self.module = skeleton.of(model)
         for stage in stages:
             StageCall(stage, skeleton.memo[id(stage.module)])
+        self.memo = skeleton.memo
         self.groups = [[skeleton.memo[id(m)] for m in group] for group in groups]
         self.before = self.state()
 
     def state(self) -> list[Any]:
         """A state that shows, by comparison, whether a stage of a group wrote to itself."""
         return [fingerprint(group[0]) for group in self.groups]
+
+    def state_of(self, stage: Stage) -> Any:
+        """A state of one stage. Where stages have groups, `state` shows whether one wrote to attributes."""
+        module = self.memo[id(stage.module)]
+        return [(id(b), version(b)) for b in module.buffers()], None if self.groups else fingerprint(module)
 
 
 def record_forward(
@@ -211,7 +221,7 @@ def record_forward(
     record.no_sources |= options.no_sources
     persistent = PersistentTensors(record, copies.full, clone.module, args, kwargs)
     meter = options.meter(record, clone.module, copies.by_id.values())
-    recorder = record.driver = Recorder(record, meter, persistent.tensors)
+    recorder = record.driver = Recorder(record, meter, persistent.tensors, clone.state_of)
     once(clone.groups, meter.first, meter.again)
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsp.calls import replaced, tensor_args
-from dsp.core.carrier import LOCAL, Carrier, base_of, carry, claim, plain
+from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, claim, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies
 from dsp.core.inputs import Inputs, refuse_meshes
@@ -41,6 +41,7 @@ from dsp.notation import NotationError
 from dsp.observers import RUNNING
 from dsp.private import CONTEXT, backward_pass, saving_hooks
 from dsp.randomness import forked
+from dsp.rules.functions import DENSE
 from dsp.sharded import as_dtensor
 from dsp.stages import Stage
 from dsp.tensors import constants_in, map_tensors, tensors_in, version
@@ -57,11 +58,22 @@ class InStage(NamedTuple):
     kwargs: Any
 
 
-class Runner:
-    """Leads a forward of one rank past the nodes of its record, and adds those that it does not have."""
+Send = Callable[[Record, list[Part], Axis], list[Tensor]]
 
-    def __init__(self, record: Record, rules: Rules, axis: Axis) -> None:
-        self.record, self.rules, self.axis = record, rules, axis
+
+def at_once(record: Record, parts: list[Part], axis: Axis) -> list[Tensor]:
+    """Make switches, and wait for them."""
+    return switch_all(parts, axis)
+
+
+class Runner:
+    """Leads a forward of one rank past the nodes of its record, and adds those that it does not have.
+
+    send: makes the switches of results of operations.
+    """
+
+    def __init__(self, record: Record, rules: Rules, axis: Axis, send: Send) -> None:
+        self.record, self.rules, self.axis, self.send = record, rules, axis, send
         self.copies, self.prepared = Copies(record, axis), Prepared(record)
 
     @cached_property
@@ -80,6 +92,8 @@ class Runner:
         node, offer, local, unchanged, _, _ = ready
         if node.identity:
             return args[0]
+        if self.record.in_flight and not only_views(node, offer, tensor_args(args, kwargs)):
+            arrive(self.record, tensor_args(args, kwargs))
         if unchanged:
             with LOCAL():
                 out = func(*args, **kwargs)
@@ -144,14 +158,19 @@ class Runner:
         pushes = node.push or [None] * len(tensors)
         goals = [cut if push is None else push for cut, push in zip(offer.gives, pushes, strict=False)]
         parts = [Part(t, src, dst, r.shape) for t, src, dst, r in zip(tensors, offer.gives, goals, node.results)]  # type: ignore[arg-type]
-        moving = [p for p in parts if p.src is not None and p.src != p.dst]
         RUNNING.set(node)
-        switched = iter(switch_all(moving, self.axis) if moving else ())
-        results: list[Tensor] = []
+        switched, results = iter(self.switch(node, parts)), list[Tensor]()
         for p, r in zip(parts, node.results):
             moves = p.src is not None and p.src != p.dst
             results.append(claim(self.record, next(switched) if moves else p.local, r, p.dst if moves else p.src))
         return results[0] if isinstance(out, Tensor) else map_tensors(out, results)
+
+    def switch(self, node: Node, parts: Sequence[Part]) -> list[Tensor]:
+        """Switch those of the parts that have another layout to go to."""
+        moving = [p for p in parts if p.src is not None and p.src != p.dst]
+        if not moving:
+            return []
+        return switch_all(moving, self.axis) if node.kind == "stage" else self.send(self.record, moving, self.axis)
 
     # --- a stage ---
 
@@ -161,6 +180,8 @@ class Runner:
         key = exact_key(stage, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs)
         node, offer, local, _, slots, nested = ready or self.ready_stage(key, at, stage, call, args, kwargs)
+        if self.record.in_flight:  # it may hold more than it is given
+            arrive(self.record)
         operands = [args[slot] if type(slot) is int else kwargs[slot] for slot in slots]
         parts = self.copies.bring(node, operands, offer.needs)
         held, brought = self.held(offer), parts
@@ -208,12 +229,7 @@ class Runner:
         """Raise NotationError for a result on this rank's part of another shape than the pattern says, or for numbers
         that differ from those on full tensors."""
         for t, r, cut in zip(results, node.results, offer.gives):
-            expected = r.shape if cut is None else self.axis.local_shape(r.shape, cut)
-            if tuple(t.shape) != tuple(expected):
-                raise NotationError(
-                    f"{stage.where} returned the shape {tuple(t.shape)} on this rank's part, where its pattern "
-                    f"'{stage.pattern.text}' says {tuple(expected)}: it is not independent along the sharded dim"
-                )
+            refuse_shape(stage, t, r.shape if cut is None else self.axis.local_shape(r.shape, cut))
         if type(out) is not Tensor and node.constants is not None and (numbers := constants_in(out)) != node.constants:
             name = offer.option.name  # type: ignore[union-attr]
             raise NotationError(
@@ -223,8 +239,8 @@ class Runner:
             )
 
     def held(self, offer: Offer) -> int:
-        """The length of the sharded dim that this rank has, or 1."""
-        if not sharded(offer):
+        """The length of the sharded dim that this rank has; 1 if there is none, or the function takes empty parts."""
+        if offer.takes_empty or not sharded(offer):
             return 1
         assert offer.option is not None
         return Cut(0).own(offer.option.size, self.axis.size, self.axis.rank)
@@ -246,6 +262,20 @@ class Runner:
         assert offer is not None
         local = None if offer.local is None else offer.local(self.axis, call, args, kwargs)
         return self.prepared.put(key, shared, at, Ready(planned, offer, local, False, slots, bool(nested)))
+
+
+def only_views(node: Node, offer: Offer, operands: Sequence[Tensor]) -> bool:
+    """Tell whether an operation reads no numbers: it is a view, however its operand lies in memory, which stays."""
+    return node.view and node.name not in DENSE and offer.needs == tuple(getattr(t, "cut", None) for t in operands)
+
+
+def refuse_shape(stage: Stage, t: Tensor, expected: Sequence[int]) -> None:
+    """Raise NotationError for a result of another shape than the pattern of its stage says."""
+    if tuple(t.shape) != tuple(expected):
+        raise NotationError(
+            f"{stage.where} returned the shape {tuple(t.shape)} on this rank's part, where its pattern "
+            f"'{stage.pattern.text}' says {tuple(expected)}: it is not independent along the sharded dim"
+        )
 
 
 def sharded(offer: Offer) -> bool:

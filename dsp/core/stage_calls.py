@@ -45,19 +45,21 @@ def inside(record: Record) -> Iterator[None]:
         yield
 
 
-def keep_compiled(model: nn.Module, calls: Iterable[StageCall], between: Iterable[nn.Module]) -> None:
-    """Take in what a stage's compile() compiled since the last forward.
+def keep_compiled(model: nn.Module, calls: Iterable[StageCall], between: Iterable[nn.Module]) -> bool:
+    """Take in what a stage's compile() compiled since the last forward, and tell whether there is any.
 
     Raises RuntimeError if it compiled a module between stages.
     """
+    new = False
     for call in calls:
         module = call.stage.module
         if (compiled := compiled_call(module)) is not call and not isinstance(compiled, StageCall):
-            call.call = compiled
+            call.call, new = compiled, True
             set_compiled_call(module, call)
     for module in (model, *between):
         if isinstance(compiled_call(module), FunctionType):
             raise RuntimeError(compiled_between(model, module, [call.stage for call in calls]))
+    return new
 
 
 def compiled_between(model: nn.Module, module: nn.Module, stages: list[Stage]) -> str:

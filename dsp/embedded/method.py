@@ -24,7 +24,7 @@ from dsp.house import install
 from dsp.known import stages_of
 from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
-from dsp.overlap import overlap_of, refuse_overlap
+from dsp.overlap.options import overlap_of, refuse_overlap
 from dsp.plan.make import plan_stages
 from dsp.plan.solve import Goal
 from dsp.report.table import Plan

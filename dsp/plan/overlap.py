@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dsp.hardware import Hardware
-from dsp.overlap import MOST, Overlap
+from dsp.overlap.hidden import Overlapped, Phase
+from dsp.overlap.options import MOST, Overlap
 from dsp.plan.cost import Loads
 from dsp.plan.program import Program
 from dsp.plan.record import StageNode
 from dsp.plan.solve import Decision
 from dsp.planner import MOVES, Layout, Move, Value, chunk_sizes, piece_sizes
 from dsp.private import compiled_call, fsdp_precision
-from dsp.report.hidden import Overlapped, Phase
 from dsp.stages import Option, Stage
 from dsp.wire import Wire
 

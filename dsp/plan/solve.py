@@ -20,7 +20,7 @@ from dsp.wire import AS_IT_IS, Wire
 if TYPE_CHECKING:
     from dsp.hardware import Hardware
     from dsp.legs import Ways
-    from dsp.overlap import Overlap
+    from dsp.overlap.options import Overlap
 
 
 @dataclass(frozen=True)

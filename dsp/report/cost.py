@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from dsp.core.decide import Decision
+from dsp.core.meter import forwards
 from dsp.core.record import BoundStage, Node, Record
 from dsp.notation import BATCH_NAMES
 from dsp.planner import Choice, Layout, Move, Op, chunk_sizes
@@ -122,16 +123,14 @@ def grown(node: Node) -> bool:
     return bool(node.operands) and math.prod(node.results[0].shape) > math.prod(node.operands[0].shape)
 
 
-def forwards(node: Node) -> int:
-    """The cost of a node in a training step, in forwards: a backward counts as two, a recomputation as one."""
-    return 1 + (2 + node.cost.recomputed) * any(node.result_grads)
-
-
 class TableRows:
-    """The rows of a plan's table. sent: for each move the bytes, and the calls without those shared with others."""
+    """The rows of a plan's table. sent: for each move the bytes, and the calls without those shared with others;
+    pieces: of the moves that are made in pieces."""
 
-    def __init__(self, loads: Loads, names: Names, sent: Mapping[Move, tuple[int, int]]) -> None:
-        self.loads, self.names, self.sent = loads, names, sent
+    def __init__(
+        self, loads: Loads, names: Names, sent: Mapping[Move, tuple[int, int]], pieces: Mapping[Move, int]
+    ) -> None:  # fmt: skip
+        self.loads, self.names, self.sent, self.pieces = loads, names, sent, pieces
         self.before: dict[int, list[Move]] = {}
         for m in loads.solution.moves:
             if m.kind != "split":
@@ -191,7 +190,8 @@ class TableRows:
         for m in moves:
             src, dst = self.names.of(m.value, m.src), self.names.of(m.value, m.dst)
             end = along if m.dst == needs.get(m.value, m.src) and along != src else dst
-            texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}")
+            cut = f" in {self.pieces[m]}" if m in self.pieces else ""
+            texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}{cut}")
         if step.choice.bytes and step.node.offer is not None:
             kinds = [c.kind.replace("_", "-") for c in step.node.offer.inner]
             if step.option is not None and step.option.onto:

@@ -32,7 +32,7 @@ def routed(record: Record, transfers: Sequence[Transfer], ways: Ways) -> list[Ro
             if t.kind != "switch" or not ways.node:
                 routes.append(Routed(t, [t], []))
                 continue
-            way = ways.way(total)
+            way = ways.way(total) if t.pieces == 1 else DIRECT
             legs = legs_of(record, t, ways, way)
             routes.append(Routed(t, [t] if way == DIRECT else legs, legs if ways.nodes > 1 else []))
     return routes
@@ -90,5 +90,5 @@ def packed(record: Record, transfers: Iterable[Transfer], wire: Wire) -> dict[st
         if value.packed[0] is not None:
             name = wire.names[t.phase == "backward"]
             numbers, calls = packs.get(name, (0, 0))
-            packs[name] = numbers + value.local_bytes(t.move.src, record.n) // value.itemsize, calls + t.calls
+            packs[name] = numbers + value.local_bytes(t.move.src, record.n) // value.itemsize, calls + min(t.calls, 1)
     return packs

@@ -81,17 +81,18 @@ class Measure(Meter):
         super().finish(node)
         self.saved = []
 
-    def value(self, node: Node) -> tuple[bool, Cost]:
+    def value(self, node: Node) -> tuple[Any, Cost]:
         kept = self.keep()
         if node.kind == "stage":  # as if no other node had kept it: equal calls share the cost
             kept = sum(storage.nbytes() for storage in storages(self.saved).values())
         outside, inside = self.touched
         cost = Cost(self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations)
-        return self.random, cost
+        return super().value(node), cost
 
-    def write(self, node: Node, value: tuple[bool, Cost]) -> None:
+    def write(self, node: Node, value: tuple[Any, Cost]) -> None:
         self.add_plain()
-        frame, node.draws, cost = checkpoint_frame(), *value
+        super().write(node, value[0])
+        frame, cost = checkpoint_frame(), value[1]
         itself = isinstance(node.call, BoundStage) and checkpointed(node.call.stage.module.__dict__.get("forward"))
         again = itself or frame is not None or (node.kind == "stage" and self.recompute)
         first = again and (itself or frame is None or frame is not self.region)

@@ -24,6 +24,8 @@ from dsp.layout import Cut, cuts_of
 from dsp.legs import STRAIGHT, Ways
 from dsp.lines import lines_of
 from dsp.notation import NotationError, StagePattern
+from dsp.overlap.choice import Overlaps
+from dsp.overlap.options import Overlap, overlap_of
 from dsp.planner import Move
 from dsp.private import DataDependentOutputException, DynamicOutputShapeException, wraps_compiled
 from dsp.report.advice import remedy
@@ -59,6 +61,7 @@ class Goal:
     batch: bool = True
     permits: tuple[Wire, ...] = (AS_IT_IS,)
     ways: Ways = STRAIGHT
+    overlap: Overlap = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -93,16 +96,14 @@ def plan(
     may hold, parameters included; dtype: the floating-point type to plan for, by default that of the model;
     gather_output: the outputs are gathered, as for `parallelize`; given: the parameters whose arguments will be
     DTensors, sharded already, and their placement; hardware: the devices and the links between them, for an estimate in
-    seconds (it neither changes the layouts nor limits the memory); wire, route: the formats and routes of switches, as
-    for `parallelize`, where "auto" decides by `hardware`; ``wire="auto"`` permits fewer bits, which are not exact.
-    Raises ValueError on a stage that does not fit, and
-    `dsp.planner.Infeasible` if nothing fits in the memory.
+    seconds (it neither changes the layouts nor limits the memory); wire, route, overlap: the formats and routes of
+    switches, and the pieces in which they travel while stages compute, as for `parallelize`, where "auto" decides by
+    `hardware`; ``wire="auto"`` permits fewer bits, which are not exact. Raises ValueError on a stage that does not fit,
+    and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
-    if overlap is not None:
-        raise NotImplementedError("overlap= does not work with DSP_HOUSE=new yet")
     goal = Goal(
         size, memory, dtype, gather_output, cuts_of(given or {}), hardware, permits=permitted(wire),
-        ways=Route.of(route).over(size, hardware),
+        ways=Route.of(route).over(size, hardware), overlap=overlap_of(overlap, hardware),
     )  # fmt: skip
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     return plan_stages(model, *stages_of(model, stages), args, dict(kwargs or {}), goal, advise=True)
@@ -118,7 +119,7 @@ def plan_stages(
     params = [*model.parameters(), *model.buffers()]
     kinds = RecordOptions(dtype=goal.dtype)
     resident = sum(t.numel() * kinds.dtype_of(t).itemsize for t in {id(t): t for t in params}.values())
-    made = quickest(record, resident, goal)
+    made = quickest(record, resident, goal, bool(meter.reads))
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     between = [(path, m) for path, m in model.named_modules() if path and id(m) not in staged]
     compiled = [*meter.compiled, *(clean(path) for path, m in between if wraps_compiled(m))]
@@ -134,19 +135,21 @@ def plan_stages(
     return replace(made, remedy=remedy(root, record, unnamed, made, replan))
 
 
-def quickest(record: Record, resident: int, goal: Goal) -> Plan:
-    """The plan with the shortest step by `goal.hardware`, among those in the formats that the goal permits."""
+def quickest(record: Record, resident: int, goal: Goal, reads: bool) -> Plan:
+    """The plan with the shortest step by `goal.hardware`, among those in the formats that the goal permits, and, where
+    a route sends a full switch another way than its pieces, with and without overlap. reads: the forward reads data."""
 
-    def planned(wire: Wire) -> Plan:
+    def planned(wire: Wire, overlap: Overlap) -> Plan:
         record.priced = wire.priced
         with Moving("plan") as line:
             decision = decide(record, goal.gather_output, goal.memory, resident, goal.batch, line.say)
-        return printed(record, decision, goal, wire)
+        return printed(record, decision, goal, wire, Overlaps(record, decision, overlap, wire, reads))
 
-    first, *others = goal.permits
-    plans = [planned(first)]
+    also = [None] if isinstance(goal.overlap, Hardware) and goal.ways.node else []
+    first, *others = itertools.product(goal.permits, [goal.overlap, *also])
+    plans = [planned(*first)]
     if any(s.kind == "switch" for s in plans[0].switches):
-        plans += map(planned, others)
+        plans += [planned(*other) for other in others]
     return plans[0] if len(plans) == 1 else plans[shortest([(made.wire, made.estimate.step) for made in plans])]
 
 
@@ -202,14 +205,14 @@ def place_of(error: Exception) -> str:
     return op + (f" at {lines[-1]}" if lines else "")
 
 
-def printed(record: Record, decision: Decision, goal: Goal, wire: Wire) -> Plan:
+def printed(record: Record, decision: Decision, goal: Goal, wire: Wire, overlaps: Overlaps) -> Plan:
     """The plan of a record with its decision; wire: the formats in which switches travel."""
     planned, names, loads = planned_transfers(record), Names(record, decision.bases), Loads(record, decision)
     routes = routed(record, planned, goal.ways)
     transfers = [leg for route in routes for leg in route.legs]
     sends = {phase: busiest([t for t in transfers if t.phase == phase], record.n) for phase in PHASES}
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in sends.items()}
-    rows = TableRows(loads, names, by_move(record, decision, routes))
+    rows = TableRows(loads, names, by_move(record, decision, routes), overlaps.moves)
     replicated = [work for work, share in zip(loads.flops, loads.shares) if share == 1]
     return Plan(
         record.n,
@@ -239,6 +242,7 @@ def printed(record: Record, decision: Decision, goal: Goal, wire: Wire) -> Plan:
         ways=goal.ways,
         links=sent_over_links(routes, PHASES),
         packs=packed(record, planned, wire),
+        overlaps=overlaps.found,
     )
 
 

@@ -14,8 +14,8 @@ from dsp.layout import Cut
 from dsp.legs import BETWEEN, DIRECT, STRAIGHT, WITHIN, Ways
 from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
+from dsp.overlap.hidden import Overlapped
 from dsp.planner import Layout, Problem
-from dsp.report.hidden import Overlapped
 from dsp.report.picture import ribbon
 from dsp.text import generic, human, number_of
 from dsp.wire import AS_IT_IS, Wire

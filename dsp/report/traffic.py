@@ -27,7 +27,7 @@ class Transfer(NamedTuple):
 
     phase: "forward", "backward" or "recompute"; node: the node that makes it, or whose collective it is the adjoint of
     (None: a gradient of the model's inputs); calls: 0 where another part counts the call; sent: bytes of each rank;
-    move: of a switch or gather.
+    move: of a switch or gather; pieces: those in which it is made, each directly and in a call of its own.
     """
 
     phase: str
@@ -36,6 +36,7 @@ class Transfer(NamedTuple):
     calls: int
     sent: tuple[int, ...]
     move: Relayout | None = None
+    pieces: int = 1
 
 
 def planned_transfers(record: Record) -> list[Transfer]:
@@ -113,7 +114,7 @@ class Walk:
         self.bring(node, offer)
         for c in offer.inner:
             if c.early or ends:
-                self.transfers += transfers_of(self.phase, node, c.kind, [part.sent for part in c.parts])
+                self.transfers += transfers_of(self.phase, node, c, c.parts)
                 self.inner.append((node, c))
         if not ends:
             return
@@ -217,9 +218,9 @@ class Walk:
         for switches in self.groups:
             yield from self.moved("backward", switches)
         for node, c in self.inner:
-            back = [part.back for part in c.parts if differentiated(node, part)]
-            if any(map(any, back)):
-                yield from transfers_of("backward", node, c.adjoint, back)
+            back = [part for part in c.parts if differentiated(node, part)]
+            if any(any(part.back) for part in back):
+                yield from transfers_of("backward", node, c, back)
 
 
 def value_of(record: Record, base: Base, phase: str) -> Extents:
@@ -235,9 +236,13 @@ def differentiated(node: Node, part: InnerPart) -> bool:
     return by_operand and by_result
 
 
-def transfers_of(phase: str, node: Node, kind: str, sent: Sequence[tuple[int, ...]]) -> list[Transfer]:
+def transfers_of(phase: str, node: Node, c: InnerCollective, parts: Sequence[InnerPart]) -> list[Transfer]:
     """One collective with several parts."""
-    return [Transfer(phase, node, kind, int(k == 0), each) for k, each in enumerate(sent)]
+    if phase != "backward":
+        moves = [(part.sent, part.move) for part in parts]
+        return [Transfer(phase, node, c.kind, c.calls * (k == 0), *each, c.calls) for k, each in enumerate(moves)]
+    moves = [(part.back, part.move and Relayout(part.move.base, part.move.dst, part.move.src)) for part in parts]
+    return [Transfer(phase, node, c.adjoint, c.calls * (k == 0), *each, c.calls) for k, each in enumerate(moves)]
 
 
 def recomputed(record: Record, forward: Walk, region: int) -> list[Transfer]:

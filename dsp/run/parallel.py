@@ -27,7 +27,7 @@ from dsp.known import stages_of
 from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
-from dsp.overlap import Overlap, overlap_of, refuse_overlap
+from dsp.overlap.options import Overlap, overlap_of, refuse_overlap
 from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace

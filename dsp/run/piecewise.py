@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsp.chunked import ChunkedSwitch
 from dsp.exchange import dense, order_of
 from dsp.gradients import waited
 from dsp.guard.agreement import Agreement
 from dsp.layout import At, Axis, Cut
 from dsp.methods import Peers
+from dsp.overlap.chunked import ChunkedSwitch
 from dsp.plan.script import PlannedNode, Script, StageStep
 from dsp.planner import piece_sizes
 from dsp.private import compiled_call

@@ -10,10 +10,10 @@ from tests.support.paths import ROOT
 
 HOME = ROOT / "dsp"
 LAYERS = """
-text private launch lines world notation planner messages formats wire hardware overlap
-tensors compile_off observers exchange legs routes packed collectives chunked pending sent rows deal count gradients
+text private launch lines world notation planner messages formats wire hardware
+tensors compile_off observers exchange legs routes packed collectives pending sent rows deal count gradients
 layout sharded moves ops randomness methods signature stages known pipelines slices calls traits between
-rules core glue report guard plan run house parallel check discovery embedded cluster_check
+rules core glue overlap report guard plan run parallel house check discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
@@ -29,7 +29,8 @@ ROOMS = {
         inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement decide observed
         parallel""",
     "glue": "traffic local sources offers",
-    "report": "quickest traffic legs picture hidden table names cost measure advice plan",
+    "overlap": "options hidden chunked pieces choice ahead",
+    "report": "quickest traffic legs picture table names cost measure advice plan",
     "guard": "agreement guards",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",

@@ -139,3 +139,18 @@ def warnings_of(model: nn.Module) -> list[str]:
     """The warnings that a model sends other than its plan."""
     runtime: Any = model.forward.__self__  # type: ignore[union-attr]
     return [] if NEW else [kind.told for kind in runtime.entries.values() if kind.told]
+
+
+def decisions(plan: Any) -> Any:
+    """The decisions of a plan, to compare it by with another one."""
+    if not NEW:
+        return plan.script.key()
+    nodes = [node for node in plan.record.nodes if node.offer is not None]
+    moves = [[(m.src, m.dst) for m in node.moves] for node in nodes]
+    return [(n.name, n.offer.needs, n.offer.gives, m, n.push) for n, m in zip(nodes, moves)]
+
+
+def overlap_by(model: nn.Module) -> str:
+    """The hardware or the number of pieces by which a parallel model cuts stages."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    return repr(next(p.overlap for p in runtime.passes if hasattr(p, "overlap")) if NEW else runtime.overlap)

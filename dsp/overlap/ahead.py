@@ -1,0 +1,30 @@
+"""Switches of tensors that are sent ahead: the forward goes on, and waits for a tensor where it is first read."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsp.core.record import Record
+from dsp.layout import Axis
+from dsp.moves import Part, switch_all
+from dsp.pending import ahead
+from dsp.private import saving_hooks
+from dsp.tensors import memory
+
+
+def send_ahead(record: Record, parts: list[Part], axis: Axis) -> list[Tensor]:
+    """Make switches of a forward, ahead if they may run while the forward goes on.
+
+    Inside a checkpoint they may not: its recomputation may end before they arrive. Small tensors share a call at once.
+    """
+    simple = all(p.simple and not p.small(axis.size) for p in parts)
+    if record.compiled or saving_hooks(False) is not None or not simple:
+        return switch_all(parts, axis)
+    return [launch(record, part, axis) for part in parts]
+
+
+def launch(record: Record, part: Part, axis: Axis) -> Tensor:
+    """Start to switch a part, which must not be written meanwhile; its numbers may be read once they have arrived."""
+    result, arrived = ahead(*part.opened(axis), axis.switching, *(part.pieces or ()), wire=axis.wire)
+    record.in_flight[memory(result)] = arrived
+    return result
