@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from zoo.files import fits, read_table, regular
 log = logging.getLogger(__name__)
 
 Names = Callable[[str], str | list[str]]
-Settings = TypeVar("Settings")
 
 
 @torch.no_grad()
@@ -66,27 +65,26 @@ def give(model: nn.Module, theirs: nn.Module, names: Names) -> None:
     theirs.load_state_dict(state)
 
 
-def described(
-    kind: str,
-) -> Callable[[Callable[[Mapping[str, Any]], Settings]], Callable[[Mapping[str, Any]], Settings]]:
-    """Decorate the reading of the config of `kind`, a model of another library, into a Config.
+def described(kind: str, settings: Any) -> Callable[[Callable[..., Any]], Callable[..., dict[str, Any]]]:
+    """Decorate the reading of the config of `kind`, a model of another library, into values of the Config `settings`.
 
     What the config lacks or has of another type becomes a ValueError.
     """
 
-    def decorate(read: Callable[..., Settings]) -> Callable[..., Settings]:
+    def decorate(read: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         @functools.wraps(read)
-        def checked(config: Mapping[str, Any]) -> Settings:
+        def checked(config: Mapping[str, Any], pipeline: Mapping[str, Any] | None = None) -> dict[str, Any]:
             try:
-                settings = read(config)
+                values = read(config, pipeline or {})
             except KeyError as error:
                 raise ValueError(f"the config.json of a {kind} has no {error}") from None
             except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
                 raise ValueError(f"the config.json of a {kind} has a value of another type: {error}") from None
-            for name, hint in typing.get_type_hints(type(settings)).items():
-                if not fits(value := getattr(settings, name), hint):
+            hints = typing.get_type_hints(settings)
+            for name, value in values.items():
+                if not fits(value, hints[name]):
                     raise ValueError(f"the config.json of a {kind} has a value of another type: {name} is {value!r}")
-            return settings
+            return values
 
         return checked
 

@@ -91,11 +91,39 @@ def from_reference(name: str, state_dict: Mapping[str, Tensor], **overrides: Any
     return module.from_reference(state_dict, **overrides)
 
 
+def from_published(
+    name: str, state: Mapping[str, Tensor], config: Mapping[str, Any], pipeline: Mapping[str, Any]
+) -> nn.Module:
+    """Build a model from published weights and the config.json beside them ({}: none), as `from_reference` does.
+
+    pipeline: the content of the model_index.json of the pipeline that has the weights ({}: none).
+    """
+    return from_reference(name, state, **published_settings(name, config, pipeline))
+
+
+def published_settings(name: str, config: Mapping[str, Any], pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a model's Config by the config.json of published weights; {} if it says no more than they do.
+
+    ValueError: the config.json is of another model.
+    """
+    module = weights_module(name)
+    if not config or not hasattr(module, "CLASSES"):
+        return {}
+    kind = config.get("_class_name") or config.get("model_type") or "model that is not named"
+    if kind not in module.CLASSES:
+        raise ValueError(
+            f"the config.json is of a {kind}, and model.name={name} takes weights of "
+            f"{', '.join([*module.CLASSES, 'an export of zoo.training.export'])}"
+        )
+    return module.published_settings(config, pipeline)
+
+
 def weights_module(name: str) -> Any:
     """The module that reads published weights of a model, ``zoo.video.wan_weights`` for wan; None if there is none.
 
-    It has ``from_reference(state, **overrides)`` and may have ``to_diffusers(model, frames)``. If it has
-    ``CLASSES``, ``published_config(values)`` makes a Config of the config.json that publishers of such classes write.
+    It has ``from_reference(state, **overrides)`` and may have ``to_diffusers(model, frames)``. If it has ``CLASSES``,
+    ``published_settings(config, pipeline)`` are the values of Config in the config.json that publishers of such classes
+    write, and in the model_index.json of their pipeline.
     """
     path = f"{MODELS.get(name, '').partition(':')[0]}_weights"
     return importlib.import_module(path) if name in MODELS and importlib.util.find_spec(path) else None

@@ -22,7 +22,8 @@ def manifest(**changes) -> Manifest:
 def latent_folder(folder: Path, shapes=SHAPES, fps=(24.0,), **changes) -> Path:
     """Clips of every shape in turn, their rates in turn, captions of 1 to 5 tokens, two or three clips a shard."""
     random, facts = torch.Generator().manual_seed(0), manifest(**changes)
-    write_manifest(folder, facts, torch.randn(1, facts.text_channels, generator=random))
+    pooled = torch.randn(facts.pooled_channels, generator=random) if facts.pooled else None
+    write_manifest(folder, facts, torch.randn(1, facts.text_channels, generator=random), pooled)
     clips = sorted((i, shape) for shape, count in shapes.items() for i in range(count))
     with Writer(folder, shard_bytes=2000) as writer:
         for n, (i, (t, h, w)) in enumerate(clips):
@@ -30,5 +31,7 @@ def latent_folder(folder: Path, shapes=SHAPES, fps=(24.0,), **changes) -> Path:
             name = f"{t}x{h}x{w}-{i}.mp4"
             entry = Entry(name, f"clip {n}", t, 8 * h, 8 * w, fps[n % len(fps)], (facts.channels, t, h, w), tokens)
             latent = torch.randn(entry.shape, generator=random)
-            writer.add(entry, latent, torch.randn(tokens, facts.text_channels, generator=random))
+            shapes_of = {"image": (3, facts.image_channels), "pooled": (facts.pooled_channels,), "start": entry.shape}
+            more = {name: torch.randn(shapes_of[name], generator=random) for name in facts.more}
+            writer.add(entry, latent, torch.randn(tokens, facts.text_channels, generator=random), **more)
     return folder

@@ -263,7 +263,7 @@ def test_other_models(run, capsys, model):
         (["model={name: latte, size: test, overrides: {conditioning: class, in_channels: 2}}"], "has no classes"),
         (
             ["model={name: wan, size: test, overrides: {in_channels: 5, condition_channels: 3, caption_channels: 6}}"],
-            "3 of the 5 channels of model wan are an image and its mask, which no data here has",
+            "model wan begins clips with an image: 3 of its channels are a mask and the image's latent, which",
         ),
     ],
 )

@@ -18,7 +18,8 @@ from zoo.pictures import title, to_pixels
 from zoo.training import config as cfg
 from zoo.training.show.clips import Pixels, decode
 from zoo.training.task import share
-from zoo.video.codec import Autoencoder, TextEncoder
+from zoo.video.codec import Autoencoder
+from zoo.video.encoders import TextEncoder
 from zoo.video.tiny_encoders import save_autoencoder, save_text_encoder
 
 CAPTIONS = ["a red boat", "rain", "two dogs run", "snow", "a lamp", "night"]

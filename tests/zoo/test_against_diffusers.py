@@ -36,6 +36,7 @@ from tests.support.oracles import (
 )  # fmt: skip
 from tests.support.refusals import refused
 from tests.support.slow import slow
+from zoo import registry
 from zoo.video import hunyuan_weights, wan_weights
 from zoo.video.axial import AXES
 from zoo.video.latte_weights import diffusers_names, from_diffusers
@@ -535,11 +536,9 @@ def test_diffusers_takes_a_model_back(name, options):
     torch.manual_seed(0)
     model = zoo.create(name, "test", **options)
     randomise(model)
-    if name == "wan":
-        theirs = wan_weights.to_diffusers(model)
-        again = wan_weights.from_diffusers(theirs.state_dict(), theirs.config)
-    else:
-        again = hunyuan_weights.from_reference(hunyuan_weights.to_diffusers(model).state_dict())
+    theirs = registry.weights_module(name).to_diffusers(model)
+    config = {"_class_name": type(theirs).__name__, **theirs.config}
+    again = registry.from_published(name, theirs.state_dict(), config, {})
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))
 

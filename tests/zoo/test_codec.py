@@ -12,7 +12,8 @@ from torch.nn.functional import avg_pool2d, interpolate
 
 from tests.support.refusals import refused
 from zoo.video import codec, tiny_encoders
-from zoo.video.codec import Autoencoder, CodecError, TextEncoder
+from zoo.video.codec import Autoencoder, CodecError
+from zoo.video.encoders import TextEncoder
 
 wrong = partial(refused, error=CodecError)
 CLASSES = list(tiny_encoders.AUTOENCODERS)

@@ -24,7 +24,8 @@ from zoo.data.protein.structure import read_structure
 from zoo.training import UserError, config, initial, verify
 from zoo.video import latte_weights, published, wan_weights
 from zoo.video.clips import ClipError, captions
-from zoo.video.codec import Autoencoder, TextEncoder
+from zoo.video.codec import Autoencoder
+from zoo.video.encoders import TextEncoder
 from zoo.video.metrics import VideoFeatures
 from zoo.video.pretrained import CodecError, settings_of, tokenizer
 
@@ -186,7 +187,7 @@ OPTIONAL = ("out_channels", "image_dim", "freq_dim", "eps")
 @pytest.mark.parametrize("change", [None, "x", [], {}, 1.5])
 def test_each_value_of_a_config_of_diffusers_may_be_absent_or_of_another_type(sound: Any, change: Any) -> None:
     """No error but ValueError, and that for each value that a Config has."""
-    read = (latte_weights if sound is LATTE_OF_DIFFUSERS else wan_weights).published_config
+    read = (latte_weights if sound is LATTE_OF_DIFFUSERS else wan_weights).published_settings
     read(sound)
     for key in sound:
         for table in (sound | {key: change}, {name: value for name, value in sound.items() if name != key}):

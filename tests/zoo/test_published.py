@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tests.support.slow import long, slow
 from zoo.training import UserError
-from zoo.video.codec import TextEncoder
+from zoo.video.encoders import TextEncoder
 from zoo.video.stdit_weights import open_sora_names
 from zoo.video.tiny_encoders import PIPELINES, save_pipeline
 

@@ -92,9 +92,9 @@ class LatentFolder:
         held_out.clips = [[e for e in clips if e.name in chosen] for clips in self.clips]
         return train, held_out
 
-    def latent(self, entry: Entry, frames: range | None = None) -> Tensor:
-        """The latent [c, number of `frames`, h, w], float32; no other frames are read."""
-        x, (channels, length, *size) = self.latents.latent(entry, frames), entry.shape
+    def latent(self, entry: Entry, frames: range | None = None, name: str = "latent") -> Tensor:
+        """The latent [c, number of `frames`, h, w], float32, or the `start`; no other frames are read."""
+        x, (channels, length, *size) = self.latents.latent(entry, frames, name), entry.shape
         if x.shape != (channels, length if frames is None else len(frames), *size):
             raise LatentError(f"{self.latents.folder / entry.shard}: {entry.name} is not what the header says of it")
         if not torch.isfinite(x).all():
@@ -116,6 +116,13 @@ class LatentFolder:
                 f"[{expected if expected <= length else f'up to {length}'}, {channels}] is expected"
             )
         return padded(text, length)
+
+    def vectors(self, entry: Entry | None, name: str) -> Tensor:
+        """The `pooled` [e] of a caption (None: of the empty one) or the tokens `image` [j, e], float32."""
+        found = self.latents.unconditional(name) if entry is None else self.latents.text(entry, name)
+        if not torch.isfinite(found).all():
+            raise LatentError(f"{self.latents.folder}: {name} of {entry and entry.name} holds NaN or infinite numbers")
+        return found
 
 
 def video_of(entry: Entry) -> str:

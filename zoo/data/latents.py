@@ -1,8 +1,12 @@
 """A folder of encoded clips: latents and text embeddings in sharded safetensors, and a manifest of the encoders.
 
     manifest.json            the encoders: the autoencoder, its factors, the text encoder
-    unconditional.safetensors    the embedding of the empty caption, `text` [l, e]
+    unconditional.safetensors    the embedding of the empty caption, `text` [l, e], and its `pooled` [e]
     shard-<hash>.safetensors     clips: `<i>.latent` [c, t, h, w] and `<i>.text` [l, e]; the header describes each
+
+For models that want more, `Manifest.more` names further tensors of every clip: `<i>.pooled` [e], a second embedding of
+the caption; `<i>.image` [j, e], tokens of the first frame; `<i>.start` [c, t, h, w], the latent of the first frame with
+empty (grey) frames after it.
 
 A shard gets its name when it is complete, and never changes: writing continues where it stopped, on any number of
 ranks. Only the requested frames of a latent are read. Letters: c channels, t frames, h w height and width in latent
@@ -59,6 +63,20 @@ class Manifest:
     text_hash: str
     text_channels: int  # e
     text_length: int  # most tokens of a caption
+    pooled: str = ""  # the class of a second text encoder, with one vector a caption; "" for none
+    pooled_path: str = ""
+    pooled_hash: str = ""
+    pooled_channels: int = 0
+    image: str = ""  # the class of the encoder of first frames; "" for none
+    image_path: str = ""
+    image_hash: str = ""
+    image_channels: int = 0
+    start: bool = False  # True: clips have the latent of their first frame with empty frames after it
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """The names of a clip's tensors besides latent and text."""
+        return tuple(name for name in ("image", "pooled", "start") if getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -77,15 +95,19 @@ class Entry:
     place: int = field(default=0, compare=False)
 
 
-def write_manifest(folder: Path, manifest: Manifest, unconditional: Tensor) -> None:
-    """Begin a folder, or continue one: a LatentError if it has another autoencoder or text encoder."""
+def write_manifest(folder: Path, manifest: Manifest, unconditional: Tensor, pooled: Tensor | None = None) -> None:
+    """Begin a folder, or continue one: a LatentError if it has other encoders.
+
+    unconditional, pooled: the embeddings [l, e] and [e] of the empty caption.
+    """
     from safetensors.torch import save
 
     if (folder / MANIFEST).exists():
         _same_encoders(folder, read_manifest(folder), manifest)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / UNCONDITIONAL, save({"text": unconditional.contiguous().cpu()}))
+    empty = {"text": unconditional} | ({} if pooled is None else {"pooled": pooled})
+    _write(folder / UNCONDITIONAL, save({k: v.contiguous().cpu() for k, v in empty.items()}))
     _write(folder / MANIFEST, (json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1) + "\n").encode())
 
 
@@ -130,14 +152,15 @@ def encoded(folder: Path) -> list[Entry]:
             with safe_open(regular(path), "pt") as shard:
                 header, names = shard.metadata() or {}, set(shard.keys())
                 clips = [_entry(clip, path.name, i) for i, clip in enumerate(parse_json(header["clips"]))]
-                for clip in clips if names == _names(clips) else ():
-                    _compare(clip, shard)
+                for clip in clips if names == _names(clips, manifest) else ():
+                    _compare(clip, shard, manifest)
             whose = {name: header[name] for name in ("vae_hash", "text_hash")}
+            whose |= {name: header.get(name, "") for name in ("pooled_hash", "image_hash")}
         except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
             raise LatentError(f"{path}: truncated or damaged ({error}); delete it and encode again") from None
         if whose != {name: getattr(manifest, name) for name in whose}:
             raise LatentError(f"{path}: encoded by another autoencoder or text encoder than {folder / MANIFEST} names")
-        if names != _names(clips):
+        if names != _names(clips, manifest):
             raise LatentError(f"{path}: its header names other clips than it holds; delete it and encode again")
         for clip in clips:
             if clip.name in entries:
@@ -158,28 +181,28 @@ class Latents:
         shards = {self.folder / entry.shard for entry in self.entries}
         self.files = FileRecords({self.folder / MANIFEST, self.folder / UNCONDITIONAL, *shards})
 
-    def latent(self, entry: Entry, frames: range | slice | None = None) -> Tensor:
-        """The latent [c, number of `frames`, h, w], float32; no other frames are read."""
+    def latent(self, entry: Entry, frames: range | slice | None = None, name: str = "latent") -> Tensor:
+        """The latent [c, number of `frames`, h, w], float32, or the `start`; no other frames are read."""
         chosen = frame_range(frames, entry.shape[1])
-        view = self._shard(entry).get_slice(f"{entry.place}.latent")
+        view = self._shard(entry).get_slice(f"{entry.place}.{name}")
         if not len(chosen):
             return torch.empty(entry.shape[0], 0, *entry.shape[2:])
         x = view[:, min(chosen) : max(chosen) + 1]
         return x[:, [i - min(chosen) for i in chosen]].float()
 
-    def text(self, entry: Entry) -> Tensor:
-        """The embedding of the clip's caption [l, e], float32."""
-        return self._shard(entry).get_tensor(f"{entry.place}.text").float()
+    def text(self, entry: Entry, name: str = "text") -> Tensor:
+        """The embedding of the clip's caption [l, e], float32, or its `pooled` [e] or `image` [j, e]."""
+        return self._shard(entry).get_tensor(f"{entry.place}.{name}").float()
 
-    def unconditional(self) -> Tensor:
-        """The embedding of the empty caption [l, e], float32."""
+    def unconditional(self, name: str = "text") -> Tensor:
+        """The embedding of the empty caption [l, e], float32, or its `pooled` [e]."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
         path = self.folder / UNCONDITIONAL
         self.files.check(path)
         try:
-            text = load(read_bytes(path, 1 << 30))["text"].float()
+            text = load(read_bytes(path, 1 << 30))[name].float()
         except (SafetensorError, KeyError, ValueError, OSError) as error:
             raise LatentError(f"{path}: missing or damaged ({error}); encode into a new folder") from None
         if not torch.isfinite(text).all():
@@ -217,11 +240,16 @@ class Writer:
         self._clips: list[Entry] = []
         self._tensors: dict[str, Tensor] = {}
 
-    def add(self, entry: Entry, latent: Tensor, text: Tensor) -> Path | None:
-        """Add latent [c, t, h, w] and text [l, e], in their dtypes. Return the path of a shard that this completed."""
+    def add(self, entry: Entry, latent: Tensor, text: Tensor, **more: Tensor) -> Path | None:
+        """Add latent [c, t, h, w], text [l, e] and what the manifest's `more` names, in their dtypes.
+
+        Return the path of a shard that this completed.
+        """
+        if more.keys() != set(self.manifest.more):
+            raise ValueError(f"a clip with {sorted(more)}, in a folder whose clips have {sorted(self.manifest.more)}")
         i = len(self._clips)
         self._clips.append(entry)
-        for what, tensor in (("latent", latent), ("text", text)):  # copies: clips may share a caption's embedding
+        for what, tensor in {"latent": latent, "text": text, **more}.items():  # copies: clips may share a caption's
             self._tensors[f"{i}.{what}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         return self.flush() if sum(x.nbytes for x in self._tensors.values()) >= self.shard_bytes else None
 
@@ -247,6 +275,8 @@ class Writer:
             "finite": str(all(bool(x.isfinite().all()) for x in self._tensors.values())),
             "vae_hash": self.manifest.vae_hash,
             "text_hash": self.manifest.text_hash,
+            "pooled_hash": self.manifest.pooled_hash,
+            "image_hash": self.manifest.image_hash,
         }
         name = hashlib.sha256("\n".join(clip.name for clip in self._clips).encode()).hexdigest()[:16]
         path = self.folder / f"shard-{name}.safetensors"
@@ -279,12 +309,17 @@ def _entry(clip: Mapping[str, Any], shard: str, place: int) -> Entry:
     return entry
 
 
-def _names(clips: Sequence[Entry]) -> set[str]:
-    return {f"{i}.{what}" for i in range(len(clips)) for what in ("latent", "text")}
+def _names(clips: Sequence[Entry], manifest: Manifest) -> set[str]:
+    return {f"{i}.{what}" for i in range(len(clips)) for what in ("latent", "text", *manifest.more)}
 
 
-def _compare(clip: Entry, shard: Any) -> None:
+def _compare(clip: Entry, shard: Any, manifest: Manifest) -> None:
     """Raise a ValueError if the tensors of a clip have other sizes than its entry."""
+    for name in manifest.more:
+        shape = list(shard.get_slice(f"{clip.place}.{name}").get_shape())
+        wanted = list(clip.shape) if name == "start" else [getattr(manifest, f"{name}_channels")]
+        if (shape[-1:] if name == "image" else shape) != wanted or len(shape) != {"image": 2}.get(name, len(wanted)):
+            raise ValueError(f"{clip.name!r} has a tensor {name} of {shape}, where {wanted} is expected")
     latent, text = (shard.get_slice(f"{clip.place}.{what}").get_shape() for what in ("latent", "text"))
     if tuple(latent) != clip.shape or len(text) != 2 or text[0] != clip.tokens:
         raise ValueError(
@@ -320,12 +355,15 @@ def _raw(tensor: Tensor) -> bytes:
 
 
 def _same_encoders(folder: Path, there: Manifest, here: Manifest) -> None:
-    for what, path, known in (("vae", "vae_path", "vae_hash"), ("text", "text_path", "text_hash")):
+    for what in ("vae", "text", "pooled", "image"):
+        path, known = f"{what}_path", f"{what}_hash"
         if getattr(there, known) != getattr(here, known):
             raise LatentError(
                 f"{folder} was begun with the {getattr(there, what)} at {getattr(there, path)}, not with the "
                 f"{getattr(here, what)} at {getattr(here, path)}: their latents do not go together; take a new folder"
             )
+    if there.start != here.start:
+        raise LatentError(f"{folder} was begun {'with' if there.start else 'without'} first frames; take a new folder")
     if there.text_length != here.text_length:
         raise LatentError(
             f"{folder} was begun for captions of at most {there.text_length} tokens, not {here.text_length}: "

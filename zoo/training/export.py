@@ -2,11 +2,13 @@
 
     python -m zoo.training.export runs/demo                          # runs/demo/export/model.safetensors, config.json
     python -m zoo.training.export runs/latte --layout diffusers      # LatteTransformer3DModel.from_pretrained reads it
+    python -m zoo.training.export runs/wan --layout adapter          # diffusers' load_lora_weights reads it
     python -m zoo.training.export runs/latte/checkpoints/step-00000500 --weights last --out latte-500
 
 The weights are the averaged ones if the run kept them, or with `--weights last` the last ones; adapters (LoRA) are
-merged into them. In a config `init.weights=runs/demo/export` begins another run with them; in Python `zoo.from_export`
-makes the model again, with the settings of its objective.
+merged into them, or with `--layout adapter` written alone. In a config `init.weights=runs/demo/export` begins another
+run with them, and `init.adapter=` one with adapters; in Python `zoo.from_export` makes the model again, with the
+settings of its objective.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import torch
 from torch import nn
 
 import zoo
-from zoo.training import UserError, checkpoint, ranks, user_error
+from zoo.training import UserError, adapter, checkpoint, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.console import command
 from zoo.training.lora import merged
@@ -32,7 +34,7 @@ from zoo.training.parts import Parts
 from zoo.training.task import Task
 from zoo.training.use import locate, restored
 
-LAYOUTS = ("safetensors", "diffusers")
+LAYOUTS = ("safetensors", "diffusers", "adapter")
 
 
 class Exported(Task):
@@ -57,16 +59,21 @@ class Exported(Task):
 
 def weights_of(path: Path, averaged: bool = True) -> Any:
     """The model of a run or a checkpoint as `zoo.create` makes it, on the CPU, with its weights."""
+    config, trained = trained_of(path, averaged)
+    model: Any = zoo.create(config.model.name, **config.model.overrides)
+    model.load_state_dict(merged(trained))
+    return model
+
+
+def trained_of(path: Path, averaged: bool = True) -> tuple[cfg.Config, nn.Module]:
+    """The configuration of a run or a checkpoint and its model on the CPU, with adapters as it was trained."""
     run, directory, step = locate(path)
     config = cfg.load_model(run / "config.yaml")
     objective = objective_of(path)
     config.objective = SimpleNamespace(**objective, predicts=objective.get("prediction"))
     task = Exported(config, checkpoint.identity(directory, step))
     with ranks.process_group():
-        trained = restored(task, directory, step, torch.device("cpu"), averaged)
-    model: Any = zoo.create(config.model.name, **config.model.overrides)
-    model.load_state_dict(merged(trained))
-    return model
+        return config, restored(task, directory, step, torch.device("cpu"), averaged)
 
 
 def objective_of(path: Path) -> dict[str, Any]:
@@ -87,6 +94,14 @@ def export(path: Path, out: Path, layout: str = "safetensors", averaged: bool = 
 
     frames: latent frames of the clips that diffusers' model takes.
     """
+    if layout == "adapter":
+        config, trained = trained_of(path, averaged)
+        if not config.lora.rank:
+            raise UserError(
+                f"{path} was trained without adapters (lora.rank=0): export its weights with another layout"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        return [adapter.write(out, trained, config.lora.alpha / config.lora.rank)]
     model = weights_of(path, averaged)
     name = zoo.registry.name_of(model)
     if name is None:

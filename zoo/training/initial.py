@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zoo
 from zoo.files import read_table
 from zoo.reference import read_safetensors
-from zoo.training import UserError, user_error
+from zoo.training import UserError, adapter, user_error
 from zoo.training.lora import plain_name
 from zoo.training.task import Task
 
@@ -27,10 +27,23 @@ def source(task: Task) -> nn.Module:
     A UserError names every setting in which the model of the file differs from the configured one.
     """
     model: Any = task.model()
+    load_weights(task, model)
+    if task.config.init.adapter is not None:
+        file, lora = Path(task.config.init.adapter), task.config.lora
+        if lora.rank:
+            user_error(adapter.fill, model, file, lora.alpha / lora.rank, prefix="init.adapter: ")
+        else:
+            user_error(adapter.merge, model, file, prefix="init.adapter: ")
+    return model
+
+
+def load_weights(task: Task, model: Any) -> None:
+    """Give the task's model the weights of `init.weights`, if that names any, in place; errors as those of `source`."""
     path = task.config.init.weights
     if path is None:
-        return model
+        return
     ours = {plain_name(name): name for name in model.state_dict() if plain_name(name)}
+    refuse_range(task.config)
     state = read(Path(path))
     options = task.config.model
     settings = user_error(description, Path(path), options.name, prefix="init.weights: ")
@@ -46,7 +59,6 @@ def source(task: Task) -> nn.Module:
         shapes = f"{tuple(state[wrong[0]].shape)} in the file, {tuple(current[ours[wrong[0]]].shape)} in the model"
         raise UserError(f"init.weights={path}: {len(wrong)} tensors have another shape, such as {wrong[0]}: {shapes}")
     model.load_state_dict({mine: state[name] for name, mine in ours.items()}, strict=False)
-    return model
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -77,17 +89,30 @@ def description(path: Path, name: str) -> dict[str, Any]:
         if not isinstance(found.get("config"), dict):
             raise ValueError(f"{folder / 'config.json'} names a model of the zoo, but has no table config")
         return found["config"]
-    published = zoo.registry.weights_module(name)
-    if published is not None and not hasattr(published, "CLASSES"):
-        return {}  # the weights themselves determine every setting
-    readable = getattr(published, "CLASSES", ())
-    kind = found.get("_class_name") or found.get("model_type") or "model that is not named"
-    if kind not in readable:
-        raise ValueError(
-            f"{folder / 'config.json'} is of a {kind}, and model.name={name} takes weights of "
-            f"{', '.join([*readable, 'an export of zoo.training.export'])}"
+    index = folder.parent / "model_index.json"
+    try:
+        return zoo.registry.published_settings(name, found, read_table(index) if index.is_file() else {})
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+
+
+def refuse_range(config: Any) -> None:
+    """Raise a UserError if the weights are one of two experts, and training is not on the noise levels of this one."""
+    path, (low, high) = Path(config.init.weights), getattr(config.objective, "range", (0.0, 1.0))
+    pipeline, second = path.parent if path.name.startswith("transformer") else path, path.name == "transformer_2"
+    index = pipeline / "model_index.json"
+    if not (pipeline / "transformer_2").is_dir() or not index.is_file():
+        return
+    boundary = user_error(read_table, index).get("boundary_ratio")
+    if not isinstance(boundary, float):
+        return
+    wanted = (0.0, boundary) if second else (boundary, 1.0)
+    if low < wanted[0] or high > wanted[1]:
+        raise UserError(
+            f"init.weights={path}: this pipeline has two transformers, and this one is for noise levels {wanted[0]:g} "
+            f"to {wanted[1]:g} (configured: {low:g} to {high:g}). Write objective: {{range: [{wanted[0]:g}, "
+            f"{wanted[1]:g}]}}; the other one is {pipeline / ('transformer' if second else 'transformer_2')}"
         )
-    return asdict(published.published_config(found))
 
 
 def refuse_described(task: Task) -> None:

@@ -71,6 +71,16 @@ def base_of(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
 
+def layers(model: nn.Module, kind: type[nn.Module] | None = None) -> dict[str, Any]:
+    """The linear layers with an adapter by name, or with `kind` all layers of this kind, those under adapters too."""
+    if kind is None:
+        return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, kind) and ".lora_" not in name
+    }
+    return {name.removesuffix(".base_layer"): module for name, module in found.items()}
+
+
 def plain_name(name: str) -> str:
     """The name of a tensor in the model without adapters; '' for those of an adapter.
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dsp
 from zoo.data.video_folder import read_frames
 from zoo.pictures import need_av
-from zoo.training import UserError, ranks, user_error
+from zoo.training import UserError, adapter, ranks, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.show.clips import decode
 from zoo.training.show.options import checked
@@ -31,9 +31,10 @@ from zoo.training.show.video import FORMATS, Stopwatch, write
 from zoo.training.together import together
 from zoo.training.tracking import number_of
 from zoo.training.use import asked, progress, say_written, wire_option
-from zoo.video import published
-from zoo.video.codec import Autoencoder, TextEncoder
-from zoo.video.published import Prompt, Published
+from zoo.video import families
+from zoo.video.codec import Autoencoder
+from zoo.video.encoders import PooledEncoder, TextEncoder
+from zoo.video.published import Branch, Prompt, Published
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_TURN = (
@@ -50,6 +51,8 @@ def is_pipeline(folder: Path) -> bool:
 class Pipeline:
     """A published video model that is ready to be sampled. `close` ends the process group, if the pipeline began one.
 
+    lora: a file of adapters for each transformer, in turn, which are added to its weights `lora_scale` times.
+
     published: the transformers and their sampler; files: those that the last `sample` wrote to `out`.
     """
 
@@ -63,6 +66,8 @@ class Pipeline:
         branches: bool = False,
         wire: str = "same",
         variant: str | None = None,
+        lora: Sequence[str | Path] = (),
+        lora_scale: float = 1.0,
     ):
         if dtype not in (None, *DTYPES):
             raise UserError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
@@ -73,12 +78,12 @@ class Pipeline:
             self.device = opened.enter_context(ranks.process_group())
             kind = DTYPES[dtype] if dtype else None
             self.published: Published = user_error(
-                published.read, self.folder, dtype=kind, sampler=scheduler, shift=shift, variant=variant
+                families.read, self.folder, dtype=kind, sampler=scheduler, shift=shift, variant=variant
             )
             self.codec: Any = user_error(Autoencoder.load, self.folder, variant=variant)
-            if self.codec.channels != self.published.channels:
+            if self.codec.channels != (channels := self.published.conditions.channels):
                 raise UserError(
-                    f"{self.folder}: its transformer draws {self.published.channels} latent channels, and its vae has "
+                    f"{self.folder}: its transformer draws {channels} latent channels, and its vae has "
                     f"{self.codec.channels}"
                 )
             world, over = dist.get_world_size(), 2 if branches else 1
@@ -90,10 +95,14 @@ class Pipeline:
                 raise UserError(f"branches {IN_TURN}")
             mesh = init_device_mesh(self.device.type, (over, world // over), mesh_dim_names=("guidance", "sp"))
             self.halves = mesh["guidance"] if branches else None
+            if len(lora) > len(self.published.models):
+                raise UserError(f"--lora: {len(lora)} adapters for {len(self.published.models)} transformers")
+            for model, file in zip(self.published.models, lora):
+                user_error(adapter.merge, model, Path(file), lora_scale, prefix="--lora: ")
             for model in self.published.models:
                 user_error(dsp.parallelize, model.to(self.device), mesh["sp"], wire=wire)
             stack.push(opened.pop_all())
-        self.text: Any = None  # read on rank 0, at its first use
+        self.texts: list[Any] = []  # read on rank 0, at their first use
 
     def sample(self, prompt: str | Sequence[str], **options: Any) -> Tensor | None:
         """A clip for each prompt, (n c t y x) uint8, on rank 0, None elsewhere; options are those of `infer.py FOLDER`.
@@ -116,9 +125,7 @@ class Pipeline:
         cells = user_error(self.codec.latent_shape, *pixels)
         with watch("text"):
             prompt = on_first_rank(lambda: user_error(self._captions, options))
-        prompt.cond |= (sizes := self.published.sizes(len(options.prompt), pixels, options.fps))
-        if prompt.uncond is not None:
-            prompt.uncond |= sizes
+        self.published.add_sizes(prompt, n := len(options.prompt), pixels, options.fps, options.guidance)
         if options.first_frame is not None:
             with watch("encoding"):
                 image = options.first_frame
@@ -128,7 +135,7 @@ class Pipeline:
                 self.codec.module.to(self.device)
                 shared = together(self.codec) if self.codec.causal else self.codec
                 tokens = on_first_rank(lambda: user_error(self.published.image_tokens, image))
-                user_error(self.published.begin, prompt, image, tokens, pixels, shared)
+                user_error(self.published.begin, prompt, n, image, tokens, pixels, shared)
                 self.codec.module.to("cpu")  # the transformer needs the memory
         with watch("sampling"):
             latents = self._draw(prompt, cells, options, on_step)
@@ -158,16 +165,17 @@ class Pipeline:
         if "mp4" in formats and options.out is not None:
             user_error(need_av)
         source, kind = self.published, type(self.published).__name__
-        takes = source.images and (source.needs_image or getattr(source.models[0].config, "frame_times", False))
-        if options.first_frame is not None and not takes:
+        if options.first_frame is not None and not source.takes_image:
             raise UserError(f"--first-frame: this {kind} draws only from text")
-        if options.first_frame is None and source.needs_image:
+        if options.first_frame is None and source.conditions.start:
             raise UserError(f"this {kind} needs a first image: pass --first-frame FILE")
         if options.guidance_2 is not None and len(source.models) == 1:
             raise UserError(
                 "--guidance-2 is for the second of two transformers, and this folder has only one; leave it out"
             )
-        if self.halves is not None and (options.batched or options.guidance == 1):
+        if options.true_guidance != 1 and not source.conditions.guidance:
+            raise UserError("--true-guidance is for models that take guidance as an input; leave it out")
+        if self.halves is not None and (options.batched or self._scale(options) == 1):
             raise UserError(
                 "--branches gives each of guidance's two predictions to half of the ranks: it needs --guidance other "
                 "than 1, and goes without --batched, which makes both in one call"
@@ -175,18 +183,28 @@ class Pipeline:
         if options.batched and source.scheduler is None:
             raise UserError(f"--batched {IN_TURN}")
 
-    def _captions(self, options: Namespace) -> Prompt:
-        if self.text is None:
-            length, variant = self.published.length, self.published.variant
-            self.text = TextEncoder.load(self.folder, dtype=self._dtype(), length=length, variant=variant)
-        negative = options.negative_prompt if options.guidance != 1 else None
-        self.text.module.to(self.device)
-        try:
-            return self.published.captions(self.text, options.prompt, negative)
-        finally:
-            self.text.module.to("cpu")
+    def _scale(self, options: Namespace) -> float:
+        """The scale of classifier-free guidance, which is another option for models that take guidance as an input."""
+        return options.true_guidance if self.published.conditions.guidance else options.guidance
 
-    def _branch(self) -> published.Branch | None:
+    def _captions(self, options: Namespace) -> Prompt:
+        source = self.published
+        if not self.texts:
+            dtype, variant = self._dtype(), source.variant
+            text: Any = TextEncoder.load(self.folder, dtype=dtype, length=source.length, variant=variant)
+            pooled = PooledEncoder.load(self.folder, dtype=dtype, variant=variant) if source.conditions.pooled else None
+            self.texts = [text, pooled]
+        negative = options.negative_prompt if self._scale(options) != 1 else None
+        for encoder in filter(None, self.texts):
+            encoder.module.to(self.device)
+        try:
+            text, pooled = self.texts
+            return source.prompt(text, pooled, options.prompt, negative)
+        finally:
+            for encoder in filter(None, self.texts):
+                encoder.module.to("cpu")
+
+    def _branch(self) -> Branch | None:
         """The number of the prediction that this rank's half makes, and a function that gathers both."""
         if self.halves is None:
             return None
@@ -208,7 +226,8 @@ class Pipeline:
         """Latents (n c t h w) on the CPU, float32, a batch at a time, each clip from the noise of its own seed."""
         made, n = [], len(options.prompt)
         batches = range(0, n, options.batch)
-        second = options.guidance if options.guidance_2 is None else options.guidance_2
+        scale = self._scale(options)
+        second = scale if options.guidance_2 is None else options.guidance_2
         for done, start in enumerate(batches):
             clips = range(start, min(start + options.batch, n))
             random = [torch.Generator().manual_seed(options.seed + i) for i in clips]
@@ -218,7 +237,7 @@ class Pipeline:
                 on_step(done * steps + step, len(batches) * steps)
 
             latents = self.published.sample(
-                prompt.rows(clips, self.device), noise, options.steps, (options.guidance, second),
+                prompt.rows(clips, self.device), noise, options.steps, (scale, second),
                 batched=options.batched, branch=self._branch(), random=random, on_step=count,
             )  # fmt: skip
             made.append(latents.cpu())
@@ -236,6 +255,7 @@ def arguments(parser: ArgumentParser, family: type[Published], out: Path | None)
     add("--fps", type=float, default=family.fps, help="frames a second (%(default)s)")
     add("--steps", type=int, default=family.steps, help="sampling steps (%(default)s)")
     add("--guidance", type=float, default=family.guidance, help="classifier-free guidance; 1 for none (%(default)s)")
+    add("--true-guidance", type=float, default=1.0, help="classifier-free guidance beside a model's own (%(default)s)")
     add("--guidance-2", type=float, help="guidance of the second transformer (the same)")
     add("--batched", action="store_true", help="both predictions of guidance by one call: faster, more memory")
     add("--batch", type=int, default=1, help="clips at once (%(default)s)")
@@ -247,18 +267,20 @@ def arguments(parser: ArgumentParser, family: type[Published], out: Path | None)
 
 def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     """`infer.py FOLDER [options]`: rank 0 writes to `samples/` in the current folder, or to `--out`."""
-    family, _ = user_error(published.family_of, folder)
+    family = user_error(families.family_of, folder)
     arguments(parser, family, Path("samples") / folder.resolve().name)
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the transformers (what they are published for)")
     parser.add_argument("--variant", help="of the weights: fp16 reads *.fp16.safetensors (those without a variant)")
     parser.add_argument("--scheduler", help="another class of diffusers' schedulers, with the folder's settings")
     parser.add_argument("--shift", type=float, help="of the scheduler's noise levels (the folder's)")
+    parser.add_argument("--lora", type=Path, nargs="+", default=[], help="adapters, a file for each transformer")
+    parser.add_argument("--lora-scale", type=float, default=1.0, help="how many times they are added (%(default)s)")
     parser.add_argument("--branches", action="store_true", help="guidance's two predictions by half of the ranks each")
     wire_option(parser)
     options = parser.parse_args(given)
     pipe = Pipeline(
         folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift, branches=options.branches,
-        wire=options.wire, variant=options.variant,
+        wire=options.wire, variant=options.variant, lora=options.lora, lora_scale=options.lora_scale,
     )  # fmt: skip
     before, size = set(options.out.glob("*")), f"{options.frames} frames of {options.height} x {options.width}"
     try:

@@ -28,6 +28,11 @@ class Init:
     weights: str | None = option(
         None, "initial weights: safetensors, a folder of them or of diffusers; null: random", file=True
     )
+    adapter: str | None = option(
+        None,
+        "initial adapters, a file of diffusers or peft; without lora.rank they are added to the weights",
+        file=True,
+    )
 
 
 @dataclass

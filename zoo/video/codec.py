@@ -1,8 +1,8 @@
-"""Pixels to latents and back, and captions to embeddings: autoencoders of diffusers, text encoders of transformers.
+"""Pixels to latents and back: autoencoders of diffusers.
 
-Both are read from local folders as those libraries save them, or from the `vae/`, `text_encoder/` and `tokenizer/` of a
-pipeline's folder. Only safetensors and the classes listed below are accepted; nothing is downloaded, and no code that a
-file names is run. Letters: c channels, t frames, h w height and width, l tokens, e channels of text.
+They are read from local folders as diffusers saves them, or from the `vae/` of a pipeline's folder. Only safetensors
+and the classes listed below are accepted; nothing is downloaded, and no code that a file names is run.
+Letters: c channels, t frames, h w height and width.
 
 Latents are (z - shift) * scale, as the pipelines of diffusers pass them to a denoiser. z is the mode of the posterior,
 not a sample of it, so that an encoded clip depends only on its pixels, on any number of ranks. The omitted noise is far
@@ -24,12 +24,11 @@ from zoo.video.pretrained import (
     from_pretrained,
     library,
     sha256,
-    tokenizer,
     variant_of,
     weights,
 )
 
-__all__ = ["AUTOENCODERS", "TEXT_ENCODERS", "TILE", "Autoencoder", "CodecError", "TextEncoder"]
+__all__ = ["AUTOENCODERS", "TILE", "Autoencoder", "CodecError"]
 
 OnStep: TypeAlias = Callable[[int, int], Any]  # (steps done, steps in total)
 Values: TypeAlias = float | tuple[float, ...]  # one for all channels, or one a channel
@@ -54,7 +53,6 @@ AUTOENCODERS: dict[str, Callable[[Any], tuple[int, int, int, int]]] = {
     "AutoencoderKLMochi": lambda m: _of_ratios(m),
     "AutoencoderKLLTXVideo": lambda m: _of_ratios(m),
 }
-TEXT_ENCODERS = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}  # by the model_type of config.json
 
 
 TILE = 512  # default side of a tile in decoding, in pixels
@@ -229,82 +227,6 @@ class Autoencoder:
 
     def _channel(self, values: Values) -> Tensor:
         return torch.tensor(values).view(-1, 1, 1, 1)
-
-
-class TextEncoder:
-    """A T5 encoder and its tokenizer: `TextEncoder.load(path)`. A caption has at most `length` tokens, end included."""
-
-    def __init__(self, module: Any, tokens: Callable[[str], list[int]], path: Path, files: Sequence[Path], length: int):
-        self.module, self.path, self.name, self.length = module, path, type(module).__name__, length
-        self.channels: int = module.config.d_model
-        self._tokens, self._files = tokens, files
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        length: int = 300,
-        variant: str | None = None,
-    ) -> "TextEncoder":
-        """Load a folder with config.json and model.safetensors, or a pipeline's folder with `text_encoder/`.
-
-        The tokenizer, tokenizer.json or spiece.model, is in the same folder, in its `tokenizer/`, or in the pipeline's.
-        `variant`, such as fp16: the weights to take where the folder has them in this variant, too.
-        """
-        folder, config = configuration(Path(path), "text_encoder")
-        name = TEXT_ENCODERS.get(str(config.get("model_type", "")))
-        if name is None:
-            known = ", ".join(TEXT_ENCODERS)
-            raise CodecError(f"{folder}: a text encoder of type {config.get('model_type')!r}; known here: {known}")
-        variant = variant_of(folder, "model", variant)
-        files = weights(folder, "model", variant)
-        tokens, vocabulary, file = tokenizer([folder, folder / "tokenizer", folder.parent / "tokenizer"])
-        module = from_pretrained(getattr(library("transformers"), name), folder, dtype=dtype, variant=variant)
-        if vocabulary > module.config.vocab_size:
-            raise CodecError(
-                f"{file} has {vocabulary} tokens and the {name} at {folder} knows {module.config.vocab_size}: "
-                "this is not its tokenizer"
-            )
-        module = module.to(device).eval().requires_grad_(False)
-        return cls(module, tokens, folder, [folder / "config.json", *files, file], length)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """The sha256 of configuration, weights and tokenizer; the files are read once more, on first use."""
-        return sha256(self._files)
-
-    def count(self, caption: str) -> int:
-        """The number of tokens of a caption, end included."""
-        return len(self._tokens(caption))
-
-    def tokens(self, caption: str) -> list[int]:
-        """The token numbers of a caption; CodecError if there are more than `length`."""
-        found = self._tokens(caption)
-        if len(found) > self.length:
-            raise CodecError(
-                f"a caption of {len(found)} tokens, and {self.length} are allowed: {caption[:60]!r}...; "
-                "shorten it, or allow more"
-            )
-        return found
-
-    @torch.no_grad()
-    def encode(self, captions: Sequence[str], *, padded: bool = False) -> list[Tensor]:
-        """The embedding [l, e] of every caption, without padding: float32, on the CPU. That of "" is [1, e].
-
-        Each caption is encoded alone, so that its bits do not depend on the other captions. `padded`: [length, e], with
-        the encoder's output for the padding after the caption, to which the caption does not attend.
-        """
-        rows = [self.tokens(caption) for caption in captions]
-        return [self._embed(row, self.length if padded else len(row)).float().cpu() for row in rows]
-
-    def _embed(self, row: list[int], length: int) -> Tensor:
-        ids = torch.full((1, length), self.module.config.pad_token_id or 0, device=self.module.device)
-        ids[0, : len(row)] = torch.tensor(row)
-        seen = {} if length == len(row) else {"attention_mask": (torch.arange(length) < len(row))[None].to(ids)}
-        return self.module(input_ids=ids, **seen).last_hidden_state[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- tiles

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.contract import predict
 from zoo.data.sampling import generator
 
 __all__ = [
@@ -107,7 +108,7 @@ class _Objective(nn.Module):
     def stages(self) -> dict[str, str]:
         """The stages of the wrapped model for `dsp.parallelize(objective, mesh)`; the model's own root is replaced."""
         stages: Mapping[str, str] = getattr(self.model, "stages", {})
-        root = "x=b c t h w, noise=b c t h w, x_mask=b t -> b c t h w, b c t h w"
+        root = "x=b c t h w, noise=b c t h w, x_mask=b t, start=b k t h w -> b c t h w, b c t h w"
         return {"": root} | {f"model.{key}": stage for key, stage in stages.items() if key}
 
     @property
@@ -161,14 +162,28 @@ class RectifiedFlow(_Objective):
         shift: float = 1.0,
         shift_cells: int | None = None,
         clean: bool = False,
+        within: tuple[float, float] = (0.0, 1.0),
     ):
         super().__init__(model)
         self.loc, self.scale, self.uniform, self.clean = loc, scale, uniform, clean
-        self.shift, self.shift_cells = shift, shift_cells
+        self.shift, self.shift_cells, self.within = shift, shift_cells, within
 
     def sample_timestep(self, uniform: Tensor, cells: int | None = None) -> Tensor:
+        shift = shift_at(self.shift, self.shift_cells, cells)
+        if self.within != (0.0, 1.0):
+            low, high = (self._share_below(level, shift) for level in self.within)
+            uniform = (low + (high - low) * uniform.double()).float()
         levels = uniform if self.uniform else torch.sigmoid(self.loc + self.scale * torch.special.ndtri(uniform))
-        return shifted(levels, shift_at(self.shift, self.shift_cells, cells))
+        return shifted(levels, shift).clamp(*self.within)
+
+    def _share_below(self, level: float, shift: float) -> float:
+        """The share of noise levels below `level`, of the whole distribution."""
+        level = level / (shift - (shift - 1) * level)  # before the shift
+        if self.uniform or not 0 < level < 1:
+            return level
+        if self.scale == 0:
+            return float(1 / (1 + math.exp(-self.loc)) < level)
+        return 0.5 * (1 + math.erf((math.log(level / (1 - level)) - self.loc) / self.scale / math.sqrt(2)))
 
     def forward(
         self,
@@ -188,9 +203,10 @@ class RectifiedFlow(_Objective):
         """
         u = _per_sample(timestep)
         if x_mask is not None:
-            u, conditioning["x_mask"] = u * _per_frame(x_mask), x_mask
-        seen = (1 - u) * x + u * noise
-        output = self.model(seen, timestep * 1000, **conditioning).narrow(1, 0, x.shape[1]).float()
+            u = u * _per_frame(x_mask)
+        noised = (1 - u) * x + u * noise
+        output = predict(self.model, noised, timestep * 1000, x_mask=x_mask, **conditioning)
+        output = output.narrow(1, 0, x.shape[1]).float()
         error = (x - output) / u.clamp(min=LEAST) if self.clean else x - noise - flow_sign(self.model) * output
         loss = error**2
         return loss, _per_element(loss, weight, x_mask)
@@ -306,8 +322,7 @@ class IDDPM(_Objective):
         x_s = self.q_sample(x, noise, timestep)
         if x_mask is not None:
             x_s = torch.where(_per_frame(x_mask), x_s, self.q_sample(x, noise, torch.zeros_like(timestep)))
-            conditioning["x_mask"] = x_mask
-        output = self.model(x_s, timestep, **conditioning).float()
+        output = predict(self.model, x_s, timestep, x_mask=x_mask, **conditioning).float()
         predicted, target = output.narrow(1, 0, channels), noise
         signal, sigma = self._at(timestep, "signal", "noise")
         if self.velocity:
@@ -367,14 +382,14 @@ def _guided(
             f"guidance={guidance} needs uncond=, the conditioning that means 'none' (the null class: label=num_classes)"
         )
 
-    def predict(x: Tensor, timestep: Tensor) -> Tensor:
-        output = model(x, timestep, **cond)[:, :channels].float()
+    def guided(x: Tensor, timestep: Tensor) -> Tensor:
+        output = predict(model, x, timestep, **cond)[:, :channels].float()
         if guidance == 1:
             return output
-        free = model(x, timestep, **{**cond, **(uncond or {})})[:, :channels].float()
+        free = predict(model, x, timestep, **{**cond, **(uncond or {})})[:, :channels].float()
         return free + guidance * (output - free)
 
-    return predict
+    return guided
 
 
 def _holding(noise: Tensor, clean: Tensor | None, x_mask: Tensor | None) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -422,13 +437,13 @@ def euler(
         raise ValueError(f"euler: expected steps >= 1, got {steps}")
     hold = _holding(noise, clean, x_mask)
     given = cond if x_mask is None else {**cond, "x_mask": x_mask}
-    predict = _guided(model, noise.shape[1], guidance, uncond, given)
+    guided = _guided(model, noise.shape[1], guidance, uncond, given)
     predicts_clean = getattr(model, "predicts_clean", False) if predicts_clean is None else predicts_clean
     levels = [shifted(1 - i / steps, shift) for i in range(steps + 1)]
     x = hold(noise, clean)
     for i in range(steps):
         timestep = torch.full((len(x),), 1000 * levels[i], device=x.device)
-        output = predict(x, timestep)
+        output = guided(x, timestep)
         velocity = (output - x) / levels[i] if predicts_clean else flow_sign(model) * output
         x = hold(x + (levels[i] - levels[i + 1]) * velocity, clean)
         if on_step is not None:
@@ -465,14 +480,14 @@ def ddim(
         raise ValueError(f"ddim: eta={eta} adds noise at every step: pass random=, a seeded torch.Generator")
     hold = _holding(noise, clean, x_mask)
     given = cond if x_mask is None else {**cond, "x_mask": x_mask}
-    predict = _guided(model, noise.shape[1], guidance, uncond, given)
+    guided = _guided(model, noise.shape[1], guidance, uncond, given)
     abar = linear_schedule(IDDPM.steps)["abar"].tolist()
     taken = [round(IDDPM.steps * (1 - i / steps)) - 1 for i in range(steps)]
     held = None if clean is None else math.sqrt(abar[0]) * clean + math.sqrt(1 - abar[0]) * noise
     x = hold(noise, held)
     for i, step in enumerate(taken):
         now, after = abar[step], abar[taken[i + 1]] if i + 1 < steps else 1.0
-        predicted = predict(x, torch.full((len(x),), step, device=x.device))
+        predicted = guided(x, torch.full((len(x),), step, device=x.device))
         if velocity:
             predicted = math.sqrt(now) * predicted + math.sqrt(1 - now) * x
         data = (x - math.sqrt(1 - now) * predicted) / math.sqrt(now)

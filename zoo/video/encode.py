@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,8 @@ from zoo.training.loader import ahead
 from zoo.training.together import together
 from zoo.training.tracking import duration
 from zoo.video.clips import Bucket, ClipError, Source, enlarged, sources
-from zoo.video.codec import Autoencoder, CodecError, TextEncoder
+from zoo.video.codec import Autoencoder, CodecError
+from zoo.video.encoders import ImageEncoder, PooledEncoder, TextEncoder, grey_after, has_pooled
 
 PATIENCE = timedelta(days=30)  # the first rank scans a large folder, and shares of clips end at different times
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,7 +44,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("clips", type=Path, help="a folder of mp4, webm, gif, ... and of folders of them")
     p.add_argument("--out", type=Path, required=True, help="the folder to write, or to go on with")
     p.add_argument("--vae", type=Path, required=True, help="folder of an autoencoder of diffusers, or of a pipeline")
-    p.add_argument("--text", type=Path, required=True, help="folder of a T5 encoder and tokenizer, or of a pipeline")
+    p.add_argument("--text", type=Path, required=True, help="folder of a text encoder and tokenizer, or of a pipeline")
+    p.add_argument(
+        "--image", type=Path, help="also what models from an image take: this folder of a pipeline may have CLIP"
+    )
     p.add_argument("--bucket", nargs="+", required=True, metavar="TxHxW[@FPS]", help="sizes of clips, in pixels")
     p.add_argument(
         "--captions", type=Path, metavar="FILE", help=".csv or .jsonl; without it NAME.txt beside each video"
@@ -75,7 +81,8 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     vae = user_error(Autoencoder.load, options.vae, device, dtype)
     text = user_error(TextEncoder.load, options.text, device, dtype, length=options.text_length)
-    todo, skipped = ranks.on_first_rank(lambda: user_error(prepare, options, vae, text))
+    more = user_error(More.load, options, device, dtype)
+    todo, skipped = ranks.on_first_rank(lambda: user_error(prepare, options, vae, text, more))
     if options.together and not vae.causal:
         ranks.say("--together has no effect: an image autoencoder encodes frame by frame, and ranks share the clips")
     options.together &= vae.causal and dist.get_world_size() > 1
@@ -85,7 +92,7 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     broken: list[str] = []
     with ranks.StopSignal() as stop:
         try:
-            encode_all(mine, vae, text, options, dtype, broken, stop)
+            encode_all(mine, vae, text, more, options, dtype, broken, stop)
         except (ValueError, OSError) as cause:  # a full disk, a broken file: on this rank only
             raise UserError(str(cause), alone=True) from cause
         if ranks.total(stop.requested)[0] if options.together else stop.requested:
@@ -102,7 +109,49 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
-def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) -> tuple[list[Source], list[str]]:
+@dataclass
+class More:
+    """The encoders of what only some models want: a second embedding of captions, first frames and their tokens."""
+
+    pooled: PooledEncoder | None
+    image: ImageEncoder | None
+    start: bool
+
+    @classmethod
+    def load(cls, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> "More":
+        """The second text encoder of the pipeline `--text`, and the image encoder of the pipeline `--image`."""
+        pooled, folder = None, options.image
+        if has_pooled(options.text):
+            pooled = PooledEncoder.load(options.text, device, dtype)
+        if folder is not None and not folder.is_dir():
+            raise CodecError(f"--image {folder}: no such folder")
+        clip = folder is not None and (folder / "image_encoder" / "config.json").is_file()
+        return cls(pooled, ImageEncoder.load(folder, device) if clip else None, folder is not None)
+
+    def manifest(self) -> dict[str, Any]:
+        """The entries of a Manifest."""
+        named = {name: one for name, one in (("pooled", self.pooled), ("image", self.image)) if one is not None}
+        facts: dict[str, Any] = {"start": self.start}
+        for name, one in named.items():
+            facts |= {name: one.name, f"{name}_path": str(one.path.absolute()), f"{name}_hash": one.fingerprint}
+            facts[f"{name}_channels"] = one.channels
+        return facts
+
+    def of(self, vae: Autoencoder, frames: Tensor, caption: str, tile: int | None) -> dict[str, Tensor]:
+        """The further tensors of a clip of frames [3, t, h, w]."""
+        found = {}
+        if self.start:
+            found["start"] = grey_after(frames[:, :1], frames.shape[1], vae, tile)
+        if self.image is not None:
+            found["image"] = self.image.encode(frames[:, 0])
+        if self.pooled is not None:
+            found["pooled"] = self.pooled.encode([caption])[0]
+        return found
+
+
+def prepare(
+    options: argparse.Namespace, vae: Autoencoder, text: TextEncoder, more: More
+) -> tuple[list[Source], list[str]]:
     """Write the folder's manifest; return the clips that are not in the folder yet, and the lines of skipped files.
     Any problem is a ValueError before a clip is encoded."""
     for name in ("text_length", "shard_mib", "clips_per_video", "tile"):
@@ -132,9 +181,10 @@ def prepare(options: argparse.Namespace, vae: Autoencoder, text: TextEncoder) ->
             vae=vae.name, vae_path=str(options.vae.absolute()), vae_hash=vae.fingerprint, channels=vae.channels,
             factor=vae.factor, causal=vae.causal, shift=vae.shift, scale=vae.scale, text=text.name,
             text_path=str(options.text.absolute()), text_hash=text.fingerprint, text_channels=text.channels,
-            text_length=text.length,
+            text_length=text.length, **more.manifest(),
         ),
         text.encode([""])[0],
+        None if more.pooled is None else more.pooled.encode([""])[0],
     )  # fmt: skip
     there = {entry.name: entry for entry in encoded(options.out)}
     refuse_changed(options.out, wanted, there)
@@ -177,6 +227,7 @@ def encode_all(
     mine: Sequence[Source],
     vae: Autoencoder,
     text: TextEncoder,
+    more: More,
     options: argparse.Namespace,
     dtype: torch.dtype,
     broken: list[str],
@@ -208,7 +259,9 @@ def encode_all(
             (c, t, h, w), size = latent.shape, source.bucket
             shape = size.frames, size.height, size.width
             entry = Entry(source.name, source.caption, *shape, source.fps, (c, t, h, w), len(embedding))
-            shard = writer.add(entry, latent, embedding) if writer else None
+            assert isinstance(frames, Tensor)
+            extra = {name: x.to(dtype) for name, x in more.of(vae, frames, source.caption, options.tile).items()}
+            shard = writer.add(entry, latent, embedding, **extra) if writer else None
             left = duration((time.perf_counter() - began) / done * (len(mine) - done))
             if terminal:
                 end = "\n" if done == len(mine) else ""

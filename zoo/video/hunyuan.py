@@ -81,6 +81,7 @@ class HunyuanVideo(nn.Module):
     """
 
     flow_sign = -1  # the velocity is noise - x
+    first_frame = ("frame", "mask")  # what the channels of an image are, if any
 
     def __init__(self, config: Config):
         super().__init__()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.reference import count, described, give, load
+from zoo.reference import Names, count, described, give, load
 from zoo.video.hunyuan import THETA, Config, HunyuanVideo
 
 CLASSES = ("HunyuanVideoTransformer3DModel",)
@@ -44,9 +44,9 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> HunyuanVide
     return model
 
 
-@described("HunyuanVideoTransformer3DModel")
-def published_config(config: Mapping[str, Any]) -> Config:
-    """The Config of a HunyuanVideoTransformer3DModel's config; ValueError if the latter differs in more than sizes."""
+@described("HunyuanVideoTransformer3DModel", Config)
+def published_settings(config: Mapping[str, Any], pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a HunyuanVideoTransformer3DModel's config; ValueError if it differs in more than sizes."""
     size, channels = config["attention_head_dim"], config["in_channels"]
     fixed = {
         "mlp_ratio": 4.0,
@@ -64,19 +64,19 @@ def published_config(config: Mapping[str, Any]) -> Config:
             f"image_condition_type={config['image_condition_type']!r} in the diffusers config: HunyuanVideo takes an "
             "image as further channels (latent_concat) or not at all"
         )
-    return Config(
-        hidden=config["num_attention_heads"] * size,
-        depth=config["num_layers"],
-        single=config["num_single_layers"],
-        refiner=config["num_refiner_layers"],
-        heads=config["num_attention_heads"],
-        patch=(1, config["patch_size"], config["patch_size"]),
-        in_channels=channels,
-        condition_channels=channels - config["out_channels"],
-        caption_channels=config["text_embed_dim"],
-        pooled_channels=config["pooled_projection_dim"],
-        guidance=config["guidance_embeds"],
-    )
+    return {
+        "hidden": config["num_attention_heads"] * size,
+        "depth": config["num_layers"],
+        "single": config["num_single_layers"],
+        "refiner": config["num_refiner_layers"],
+        "heads": config["num_attention_heads"],
+        "patch": (1, config["patch_size"], config["patch_size"]),
+        "in_channels": channels,
+        "condition_channels": channels - config["out_channels"],
+        "caption_channels": config["text_embed_dim"],
+        "pooled_channels": config["pooled_projection_dim"],
+        "guidance": config["guidance_embeds"],
+    }
 
 
 def rope_axes(size: int) -> tuple[int, int, int]:
@@ -104,6 +104,11 @@ def to_diffusers(model: HunyuanVideo, frames: int = 0) -> Any:
     )  # fmt: skip
     give(model, theirs, diffusers_names)
     return theirs
+
+
+def published_names(model: HunyuanVideo) -> Names:
+    """The names that weights of a model are published under."""
+    return diffusers_names
 
 
 def diffusers_names(name: str) -> list[str]:

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from zoo.files import read_table
-from zoo.reference import count, described, give, load, read_safetensors
+from zoo.reference import Names, count, described, give, load, read_safetensors
 from zoo.video.latte import SIZES, Config, Latte
 
 log = logging.getLogger(__name__)
 
+KERNEL_DIMS = 2  # of the kernel that embeds patches
 CLASSES = ("LatteTransformer3DModel",)
 
 
@@ -76,14 +77,14 @@ def from_diffusers(
             raise ValueError("a state dict does not have all settings: pass the model's config, too")
         config = (Path(source) if Path(source).is_dir() else Path(source).parent) / "config.json"
     values = config if isinstance(config, Mapping) else read_table(Path(config))
-    model = Latte(published_config(values))
+    model = Latte(Config(**published_settings(values)))
     load(model, source if isinstance(source, Mapping) else read_safetensors(source), diffusers_names)
     return model
 
 
-@described("LatteTransformer3DModel")
-def published_config(config: Mapping[str, Any]) -> Config:
-    """The Config of a LatteTransformer3DModel's config; ValueError if the latter differs in more than sizes."""
+@described("LatteTransformer3DModel", Config)
+def published_settings(config: Mapping[str, Any], pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a LatteTransformer3DModel's config; ValueError if it differs in more than sizes."""
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     fixed = {
         "norm_type": "ada_norm_single",
@@ -99,17 +100,17 @@ def published_config(config: Mapping[str, Any]) -> Config:
     channels, patch = config["in_channels"], config["patch_size"]
     if config.get("out_channels") not in (None, channels, 2 * channels):
         raise ValueError(f"out_channels={config['out_channels']} is neither in_channels={channels} nor twice that")
-    return Config(
-        hidden=hidden,
-        depth=2 * config["num_layers"],
-        heads=config["num_attention_heads"],
-        patch=(1, patch, patch),
-        in_channels=channels,
-        learn_sigma=config.get("out_channels") == 2 * channels,
-        conditioning="text",
-        caption_channels=config["caption_channels"],
-        sample_size=config["sample_size"],
-    )
+    return {
+        "hidden": hidden,
+        "depth": 2 * config["num_layers"],
+        "heads": config["num_attention_heads"],
+        "patch": (1, patch, patch),
+        "in_channels": channels,
+        "learn_sigma": config.get("out_channels") == 2 * channels,
+        "conditioning": "text",
+        "caption_channels": config["caption_channels"],
+        "sample_size": config["sample_size"],
+    }
 
 
 def to_diffusers(model: Latte, frames: int = 16) -> Any:
@@ -130,6 +131,12 @@ def to_diffusers(model: Latte, frames: int = 16) -> Any:
     )  # fmt: skip
     give(model, theirs, diffusers_names)
     return theirs
+
+
+def published_names(model: Latte) -> Names:
+    """The names that weights of variant 1 are published under; the other variants have none but their own."""
+    names = diffusers_names if model.config.conditioning == "text" else official_names
+    return names if model.config.variant == 1 else str
 
 
 def diffusers_names(name: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.reference import count, described, load
+from zoo.reference import Names, count, described, load
 from zoo.video.stdit import SIZES, Config, build
 
 CLASSES = ("STDiT", "STDiT2", "STDiT3")
@@ -54,26 +54,26 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> nn.Module:
     return model
 
 
-@described("STDiT")
-def published_config(config: Mapping[str, Any]) -> Config:
-    """The Config of the config.json of an Open-Sora model; ValueError if the latter differs in more than sizes."""
+@described("STDiT", Config)
+def published_settings(config: Mapping[str, Any], pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the config.json of an Open-Sora model has; ValueError if it differs in more than sizes."""
     version = {"STDiT": "v1", "STDiT2": "v2", "STDiT3": "v3"}[config["model_type"]]
     fixed = {"mlp_ratio": 4.0, "qk_norm": version != "v1", "skip_y_embedder": False, "no_temporal_pos_emb": False}
     for key, value in fixed.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key}={config[key]!r} in the Open-Sora config: STDiT {version} has {value!r}")
-    scales = {"space_scale", "time_scale"} if version == "v1" else {"input_sq_size"}
-    return Config(
-        version=version,
-        hidden=config["hidden_size"],
-        depth=config["depth"],
-        heads=config["num_heads"],
-        patch=tuple(config["patch_size"]),
-        in_channels=config["in_channels"],
-        learn_sigma=config["pred_sigma"],
-        caption_channels=config["caption_channels"],
-        **{key: config[key] for key in sorted(scales & config.keys())},
-    )
+    scales = ("space_scale", "time_scale") if version == "v1" else ("input_sq_size",)
+    names = {key: key for key in ("depth", "in_channels", "caption_channels", *scales)}
+    names |= {"hidden": "hidden_size", "heads": "num_heads", "patch": "patch_size", "learn_sigma": "pred_sigma"}
+    found = {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
+    if "patch" in found:
+        found["patch"] = tuple(found["patch"])
+    return {"version": version, **found}
+
+
+def published_names(model: Any) -> Names:
+    """The names that weights of a model are published under."""
+    return lambda name: open_sora_names(name, model.config.version)
 
 
 def open_sora_names(name: str, version: str) -> list[str]:

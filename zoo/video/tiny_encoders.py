@@ -24,9 +24,18 @@ from torch import Tensor
 
 from zoo.data.sampling import generator
 from zoo.data.video_folder import VideoError, VideoFolder
+from zoo.video.encoders import BEFORE, TEMPLATE, TEXT_ENCODERS
 from zoo.video.pretrained import CodecError, image_processor, library
 
-__all__ = ["AUTOENCODERS", "PIPELINES", "fit", "save_autoencoder", "save_pipeline", "save_text_encoder"]
+__all__ = [
+    "AUTOENCODERS",
+    "PIPELINES",
+    "fit",
+    "save_autoencoder",
+    "save_pipeline",
+    "save_pooled_encoder",
+    "save_text_encoder",
+]
 
 # The smallest configuration of each class; video autoencoders have the factors of the published ones
 AUTOENCODERS: dict[str, dict[str, Any]] = {
@@ -87,6 +96,11 @@ LATTE: dict[str, Any] = {
     "video_length": 5, "activation_fn": "gelu-approximate", "norm_type": "ada_norm_single",
     "norm_elementwise_affine": False, "norm_eps": 1e-6,
 }  # fmt: skip
+HUNYUAN: dict[str, Any] = {
+    "num_attention_heads": 2, "attention_head_dim": 32, "in_channels": 4, "out_channels": 4, "num_layers": 1,
+    "num_single_layers": 1, "num_refiner_layers": 1, "text_embed_dim": 64, "pooled_projection_dim": 32,
+    "rope_axes_dim": (4, 14, 14),
+}  # fmt: skip
 UNIPC: dict[str, Any] = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 # class of a pipeline, its transformers, autoencoder, scheduler, and further entries of model_index.json
 PIPELINES: dict[str, tuple[str, list[dict[str, Any]], str, tuple[str, dict[str, Any]], dict[str, Any]]] = {
@@ -106,6 +120,10 @@ PIPELINES: dict[str, tuple[str, list[dict[str, Any]], str, tuple[str, dict[str, 
         "WanImageToVideoPipeline", [WAN], "AutoencoderKLWan", ("FlowMatchEulerDiscreteScheduler", {"shift": 5.0}),
         {"expand_timesteps": True},
     ),
+    "hunyuan": (
+        "HunyuanVideoPipeline", [HUNYUAN], "AutoencoderKLHunyuanVideo",
+        ("FlowMatchEulerDiscreteScheduler", {"shift": 7.0}), {},
+    ),
     "latte": ("LattePipeline", [LATTE], "AutoencoderKL", ("DDIMScheduler", {"clip_sample": False}), {}),
 }  # fmt: skip
 
@@ -114,20 +132,25 @@ def save_pipeline(folder: Path, name: str, *, seed: int = 0) -> None:
     """Write a random pipeline to `folder`, as diffusers would: transformer, autoencoder, text encoder, scheduler."""
     diffusers, transformers = library("diffusers"), library("transformers")
     kind, models, autoencoder, (scheduler, settings), more = PIPELINES[name]
-    family = "LatteTransformer3DModel" if kind.startswith("Latte") else "WanTransformer3DModel"
+    begins = next(name for name in ("Hunyuan", "Latte", "Wan") if kind.startswith(name))
+    family = f"{begins if begins != 'Hunyuan' else 'HunyuanVideo'}Transformer3DModel"
     index: dict[str, Any] = {"_class_name": kind, "_diffusers_version": diffusers.__version__, **more}
     for i, config in enumerate(models):
         part = "transformer" if i == 0 else f"transformer_{i + 1}"
         _random(partial(getattr(diffusers, family), **config), seed + i).save_pretrained(folder / part)
         index[part] = ["diffusers", family]
     save_autoencoder(folder / "vae", autoencoder, seed=seed)
-    text = "T5" if kind.startswith("Latte") else "UMT5"
+    text = {"Latte": "T5", "Wan": "UMT5", "Hunyuan": "Llama"}[begins]
     save_text_encoder(folder, seed=seed, kind=text)
     getattr(diffusers, scheduler)(**settings).save_pretrained(folder / "scheduler")
     index |= {
-        "vae": ["diffusers", autoencoder], "text_encoder": ["transformers", f"{text}EncoderModel"],
+        "vae": ["diffusers", autoencoder], "text_encoder": ["transformers", TEXT_ENCODERS[text.lower()]],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"], "scheduler": ["diffusers", scheduler],
     }  # fmt: skip
+    if begins == "Hunyuan":
+        save_pooled_encoder(folder, seed=seed)
+        index["text_encoder_2"] = ["transformers", "CLIPTextModel"]
+        index["tokenizer_2"] = ["transformers", "CLIPTokenizer"]
     if any(config.get("image_dim") for config in models):
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
         vision = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=16)
@@ -148,7 +171,7 @@ def save_autoencoder(folder: Path, name: str = "AutoencoderKL", *, seed: int = 0
 
 
 def save_text_encoder(folder: Path, *, channels: int = 64, seed: int = 0, kind: str = "T5") -> None:
-    """Write a random T5 or UMT5 to `folder`/text_encoder, and a byte tokenizer to `folder`/tokenizer."""
+    """Write a random T5, UMT5 or Llama to `folder`/text_encoder, and a byte tokenizer to `folder`/tokenizer."""
     transformers, tokenizers = library("transformers"), library("tokenizers")
     transformers.utils.logging.disable_progress_bar()  # for files of some kilobytes
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -157,12 +180,38 @@ def save_text_encoder(folder: Path, *, channels: int = 64, seed: int = 0, kind: 
     tokens.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = tokenizers.decoders.ByteLevel()
     tokens.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    if kind == "Llama":  # the text around captions is as many tokens as Llama's
+        around = TEMPLATE.partition("{}")[0]
+        tokens.add_tokens(
+            sorted({around[i * len(around) // BEFORE : (i + 1) * len(around) // BEFORE] for i in range(BEFORE)})
+        )
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **special).save_pretrained(folder / "tokenizer")
-    sizes = {"vocab_size": len(words), "d_model": channels, "d_ff": 2 * channels, "d_kv": channels // 4, "num_heads": 4}
-    config = getattr(transformers, f"{kind}Config")(**sizes, num_layers=2, feed_forward_proj="gated-gelu")
-    module = _random(lambda: getattr(transformers, f"{kind}EncoderModel")(config), seed)
+    sizes = {"vocab_size": len(tokens.get_vocab()), "num_hidden_layers": 3}
+    if kind == "Llama":
+        sizes |= {"hidden_size": channels, "intermediate_size": 2 * channels, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(**sizes, max_position_embeddings=512, pad_token_id=0)
+    else:
+        sizes |= {"d_model": channels, "d_ff": 2 * channels, "d_kv": channels // 4, "num_heads": 4, "num_layers": 2}
+        del sizes["num_hidden_layers"]
+        config = getattr(transformers, f"{kind}Config")(**sizes, feed_forward_proj="gated-gelu")
+    module = _random(lambda: getattr(transformers, TEXT_ENCODERS[kind.lower()])(config), seed)
     module.save_pretrained(folder / "text_encoder")
+
+
+def save_pooled_encoder(folder: Path, *, channels: int = 32, seed: int = 0) -> None:
+    """Write a random CLIP text model to `folder`/text_encoder_2, and a tokenizer of letters to `folder`/tokenizer_2."""
+    transformers, tokenizers = library("transformers"), library("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "tokenizer_2").mkdir(parents=True, exist_ok=True)
+    vocabulary = {word: i for i, word in enumerate(words)}
+    transformers.CLIPTokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder / "tokenizer_2")
+    sizes = {"hidden_size": channels, "intermediate_size": 2 * channels, "num_attention_heads": 4}
+    config = transformers.CLIPTextConfig(
+        **sizes, num_hidden_layers=2, vocab_size=len(words), bos_token_id=len(words) - 2, eos_token_id=len(words) - 1
+    )
+    _random(lambda: transformers.CLIPTextModel(config), seed).save_pretrained(folder / "text_encoder_2")
 
 
 def fit(

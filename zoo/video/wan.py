@@ -186,6 +186,7 @@ class Wan(nn.Module):
     """
 
     flow_sign = -1  # the velocity is noise - x
+    first_frame = ("mask", "frames")  # what the channels of an image are, if any
 
     def __init__(self, config: Config):
         super().__init__()

@@ -3,12 +3,11 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from zoo.reference import count, described, give, load
+from zoo.reference import Names, count, described, give, load
 from zoo.video.wan import Config, Wan
 
 CLASSES = ("WanTransformer3DModel",)
@@ -46,20 +45,12 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
     return model
 
 
-def from_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any], frame_times: bool | None = None) -> Wan:
-    """Build the model of a WanTransformer3DModel with this config, and load its weights.
+@described("WanTransformer3DModel", Config)
+def published_settings(config: Mapping[str, Any], pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a WanTransformer3DModel's config; ValueError if it differs in more than sizes.
 
-    frame_times: ``expand_timesteps`` of its pipeline; None: determined by the number of latent channels.
+    A timestep for each frame is what ``expand_timesteps`` of the pipeline says, else a matter of 48 channels.
     """
-    found = published_config(config)
-    model = Wan(found if frame_times is None else replace(found, frame_times=frame_times))
-    load(model, state, diffusers_names, ignore=[name for name in state if "norm_added_q" in name])
-    return model
-
-
-@described("WanTransformer3DModel")
-def published_config(config: Mapping[str, Any]) -> Config:
-    """The Config of a WanTransformer3DModel's config; ValueError if the latter differs in more than sizes."""
     fixed = {
         "freq_dim": 256, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6,
         "pos_embed_seq_len": None,
@@ -67,19 +58,19 @@ def published_config(config: Mapping[str, Any]) -> Config:
     for key, value in fixed.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key}={config[key]!r} in the diffusers config: Wan has {value!r}")
-    channels = config["in_channels"]
-    return Config(
-        hidden=config["num_attention_heads"] * config["attention_head_dim"],
-        depth=config["num_layers"],
-        heads=config["num_attention_heads"],
-        mlp=config["ffn_dim"],
-        patch=tuple(config["patch_size"]),
-        in_channels=channels,
-        condition_channels=channels - (config["out_channels"] or channels),
-        caption_channels=config["text_dim"],
-        image_channels=config.get("image_dim") or 0,
-        frame_times=channels == 48,
-    )
+    channels, expand = config["in_channels"], pipeline.get("expand_timesteps")
+    return {
+        "hidden": config["num_attention_heads"] * config["attention_head_dim"],
+        "depth": config["num_layers"],
+        "heads": config["num_attention_heads"],
+        "mlp": config["ffn_dim"],
+        "patch": tuple(config["patch_size"]),
+        "in_channels": channels,
+        "condition_channels": channels - (config["out_channels"] or channels),
+        "caption_channels": config["text_dim"],
+        "image_channels": config.get("image_dim") or 0,
+        "frame_times": channels == 48 if expand is None else expand,
+    }
 
 
 def to_diffusers(model: Wan, frames: int = 0) -> Any:
@@ -95,6 +86,11 @@ def to_diffusers(model: Wan, frames: int = 0) -> Any:
     )  # fmt: skip
     give(model, theirs, diffusers_names)
     return theirs
+
+
+def published_names(model: Wan) -> Names:
+    """The names that weights of a model are published under."""
+    return diffusers_names
 
 
 def diffusers_names(name: str) -> list[str]:

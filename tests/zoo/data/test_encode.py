@@ -25,7 +25,8 @@ from zoo.training.show import clips as show
 from zoo.training.together import together
 from zoo.video import encode, example_clips, tiny_encoders
 from zoo.video.clips import Bucket, ClipError, captions, choose, cut, enlarged
-from zoo.video.codec import Autoencoder, TextEncoder
+from zoo.video.codec import Autoencoder
+from zoo.video.encoders import TextEncoder
 
 CAPTIONS = {"wide.gif": "a wide one", "deep/tall.gif": "ein hohes Bild: größer", "short.gif": "short"}
 SIZES = {"wide.gif": (23, 24, 40), "deep/tall.gif": (12, 40, 24), "short.gif": (4, 24, 24)}  # frames, rows, columns

@@ -42,7 +42,7 @@ class Pixels:
     def pixel_shape(self, t: int, h: int, w: int) -> tuple[int, int, int]:
         return t, h, w
 
-    def encode(self, frames: Tensor) -> Tensor:
+    def encode(self, frames: Tensor, *, tile: int | None = None) -> Tensor:
         return frames if len(frames) == self.channels else frames.mean(0, keepdim=True)
 
     def decode(self, latent: Tensor, *, tile: int | None = None) -> Tensor:

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.data.latent_folder import padded
+from zoo.data.latent_folder import LatentFolder, padded
 from zoo.data.sampling import order
+from zoo.data.video_folder import read_frames
 from zoo.training import UserError, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.show import video
 from zoo.training.show.clips import Clips
 from zoo.training.show.video import Pairs, size_asked
-from zoo.training.tasks.latents import Task, sizes_told
-from zoo.video.codec import Autoencoder, CodecError, TextEncoder
+from zoo.training.tasks.latents import Task, clip_sizes
+from zoo.video.codec import Autoencoder, CodecError
+from zoo.video.encoders import ImageEncoder, PooledEncoder, TextEncoder
 
 
 class Show(video.Show):
@@ -98,31 +100,64 @@ class Infer(video.Infer):
         elsewhere = "if it is not where the manifest of the latents says"
         parser.add_argument("--vae", type=Path, help=f"folder of the autoencoder, {elsewhere}")
         parser.add_argument("--text", type=Path, help=f"folder of the text encoder, {elsewhere}")
+        parser.add_argument("--image", type=Path, help=f"folder of the image encoder, {elsewhere}")
 
     def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
         assert self.task.manifest is not None
         if options.prompt and "context" not in self.task.takes:
             raise ValueError(f"--prompt: the model {self.config.model.name} takes no text")
         captions = options.prompt or [""] * options.clips
+        if options.negative_prompt is not None and self.task.conditions.guidance:
+            raise ValueError("--negative-prompt: this model takes guidance as an input and leads away from nothing")
         if options.negative_prompt is not None and (options.guidance == 1 or not options.prompt):
             raise ValueError("--negative-prompt is what guidance leads away from: it needs --prompt and --guidance")
         folder = self.task.read()
         pixels = size_asked(options, codec.pixel_shape(*folder.buckets[0].shape))
         size = codec.latent_shape(*pixels)[1:]
         fps = getattr(options, "fps", Counter(entry.fps for entry in folder.clips[0]).most_common(1)[0][0])
-        sizes, none = sizes_told(*pixels, fps), None
-        told = {name: torch.full((len(captions),), sizes[name]) for name in sizes if name in self.task.takes}
+        n, sizes, none = len(captions), clip_sizes(*pixels, fps) | {"strength": 0.0}, None
+        told = {name: torch.full((n,), sizes[name]) for name in sizes if name in self.task.takes}
         if "context" in self.task.takes:
-            texts = [folder.latents.unconditional()] * (len(captions) + 1)
-            if options.prompt:
-                wanted = [*captions, options.negative_prompt or ""]
-                texts = on_first_rank(lambda: user_error(self._embed, options.text, wanted, device))
-            padded_texts = zip(*(padded(text, self.task.manifest.text_length) for text in texts))
-            text = {name: torch.stack(rows) for name, rows in zip(("context", "context_mask"), padded_texts)}
-            if options.prompt:
-                none = told | {name: rows[-1:].expand_as(rows[:-1]) for name, rows in text.items()}
-            told |= {name: rows[:-1] for name, rows in text.items()}
+            rows = self._texts(folder, options, captions, device)
+            if options.prompt and not self.task.conditions.guidance:
+                none = told | {name: row[-1:].expand_as(row[:-1]) for name, row in rows.items()}
+            told |= {name: row[:-1] for name, row in rows.items()}
         return Clips(size, told, none, captions), fps
+
+    def _texts(
+        self, folder: LatentFolder, options: Namespace, captions: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """The embeddings of captions and, in the last row, of the negative one, as arguments of the model."""
+        assert self.task.manifest is not None
+        wanted, pooled = [*captions, options.negative_prompt or ""], "pooled" in self.task.takes
+        texts, vectors = [folder.latents.unconditional()] * len(wanted), []
+        if options.prompt:
+            texts = on_first_rank(lambda: user_error(self._embed, options.text, wanted, device))
+        if pooled and options.prompt:
+            vectors = on_first_rank(lambda: user_error(self._pool, options.text, wanted, device))
+        elif pooled:
+            vectors = [folder.vectors(None, "pooled")] * len(wanted)
+        padded_texts = zip(*(padded(text, self.task.manifest.text_length) for text in texts))
+        rows = {name: torch.stack(rows) for name, rows in zip(("context", "context_mask"), padded_texts)}
+        return rows | ({"pooled": torch.stack(list(vectors))} if pooled else {})
+
+    def _pool(self, path: Path | None, captions: Sequence[str], device: torch.device) -> list[Tensor]:
+        """The pooled embeddings [e] of captions, by the second text encoder of the training data."""
+        assert self.task.manifest is not None
+        encoder = PooledEncoder.load(path or self.task.manifest.pooled_path, device)
+        self.show.check(encoder, "pooled")
+        return list(encoder.encode(captions))
+
+    def first_frame(self, options: Namespace, clips: Clips, codec: Any, device: torch.device) -> dict[str, Tensor]:
+        first = super().first_frame(options, clips, codec, device)
+        if "image" in self.task.takes:
+            assert self.task.manifest is not None
+            encoder = ImageEncoder.load(options.image or self.task.manifest.image_path, device)
+            self.show.check(encoder, "image")
+            height, width = codec.pixel_shape(*clips.size)[1:]
+            image = read_frames(options.first_frame, height, width, most=1)[:, 0]
+            first["image"] = encoder.encode(image).expand(len(clips.titles), -1, -1)
+        return first
 
     def _embed(self, path: Path | None, captions: Sequence[str], device: torch.device) -> list[Tensor]:
         """The embeddings [l, e] of captions, by the text encoder of the training data."""

@@ -27,6 +27,7 @@ from zoo.training.show.clips import Clips, Pixels, decode
 from zoo.training.task import Baseline
 from zoo.training.tasks.video import Task
 from zoo.video.diffusion import seeded_noise
+from zoo.video.encoders import encode_start
 from zoo.video.linear_denoiser import linear_denoiser_loss
 from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
 
@@ -79,7 +80,10 @@ class Show(task.Show):
         clips = [self.task.validation.clip(index, epoch) for index, epoch in chosen]
         fps = self.config.data.fps or FPS
         told = self.clips([clip["label"] or 0 for clip in clips], self.task.clip, fps)
-        return told, torch.stack([clip["x"] for clip in clips]), fps
+        x = torch.stack([clip["x"] for clip in clips])
+        if "start" in self.task.takes:
+            begin_with(told, {"start": self.task.starts(x, range(x.shape[2]))})
+        return told, x, fps
 
     def clips(self, labels: Sequence[int], size: tuple[int, int, int], fps: float) -> Clips:
         """Clips of these classes; the classes are not used if the model takes none."""
@@ -87,7 +91,7 @@ class Show(task.Show):
         if classes is not None:
             none = self.task.told(torch.full_like(told, classes), size, fps)
         titles = ["" if classes is None else self.names[label] for label in labels]
-        return Clips(size, {} if none is None else self.task.told(told, size, fps), none, titles)
+        return Clips(size, self.task.told(told, size, fps), none, titles)
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -162,8 +166,11 @@ class Show(task.Show):
             ids = range(start, min(start + self.config.train.batch, n))
             noise = seeded_noise(seed, 0, ids, range(frames), (self.task.channels, height, width), device=device)
             given: dict[str, Any] = {name: value[start : ids.stop].to(device) for name, value in clips.told.items()}
-            given["guidance"] = 1.0 if clips.none is None else guidance
-            if clips.none is not None:
+            distilled = "strength" in given  # the model takes guidance as an input, and is called once
+            if distilled:
+                given["strength"] = torch.full_like(given["strength"], 1000 * guidance)
+            given["guidance"] = 1.0 if clips.none is None or distilled else guidance
+            if clips.none is not None and not distilled:
                 given["uncond"] = {name: value[start : ids.stop].to(device) for name, value in clips.none.items()}
             if clips.held is not None:
                 first = clips.held.shape[1]
@@ -190,6 +197,13 @@ class Show(task.Show):
             return linear_denoiser_loss(x, y, levels).mean().item()
         labels = (torch.tensor([clip["label"] for clip in clips]) for clips in (train, validation))
         return linear_denoiser_loss(x, y, levels, *labels).mean().item()
+
+
+def begin_with(clips: Clips, first: Mapping[str, Tensor]) -> None:
+    """Add the conditions that the first frame gives, of n rows, with guidance and without."""
+    clips.told |= first
+    if clips.none is not None:
+        clips.none |= first
 
 
 def shown(titles: Sequence[str]) -> Sequence[str] | None:
@@ -241,11 +255,14 @@ class Infer(task.Infer):
                 raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
         if getattr(options, "fps", 1) <= 0:
             raise ValueError(f"--fps {options.fps}: must be above 0")
-        if options.first_frame and not self.task.masked:
+        begun = self.task.conditions.start > 0  # every clip begins with an image, a condition
+        if options.first_frame and not (self.task.masked or begun):
             raise ValueError(
                 "--first-frame: this model was trained without clean frames (objective.first_frame and "
                 "objective.random_frames were 0), so it cannot go on from one"
             )
+        if begun and not options.first_frame:
+            raise ValueError(f"model {self.config.model.name} begins clips with an image: pass --first-frame FILE")
         if "mp4" in formats:
             need_av()
         with watch("loading"):
@@ -254,7 +271,11 @@ class Infer(task.Infer):
             clips, fps = self.asked(options, codec, device)
         if options.first_frame:
             with watch("encoding"):
-                clips.held = on_first_rank(lambda: user_error(held_frames, options, clips.size, codec))
+                if begun:
+                    first = on_first_rank(lambda: user_error(self.first_frame, options, clips, codec, device))
+                    begin_with(clips, first)
+                else:
+                    clips.held = on_first_rank(lambda: user_error(held_frames, options, clips.size, codec))
         with watch("sampling"):
             seed = hash_seed("inference", options.seed)
             made = self.show.draw(model, clips, seed, options.steps, options.guidance, device, on_step)
@@ -266,6 +287,13 @@ class Infer(task.Infer):
         watch.notes["sampling"] = f" ({watch.spent['sampling'] / rounds:.3g} s a step)"
         self.account = f"{watch}; {len(made)} x {self.task.tokens_of(clips.size):,} tokens"
         return written
+
+    def first_frame(self, options: Namespace, clips: Clips, codec: Any, device: torch.device) -> dict[str, Tensor]:
+        """The conditions of clips that begin with the image `options.first_frame`, of n rows."""
+        frames, height, width = codec.pixel_shape(*clips.size)
+        image = read_frames(options.first_frame, height, width, most=1)[:, 0]
+        start = encode_start(self.task.conditions, image, (frames, height, width), codec)
+        return {"start": start.expand(len(clips.titles), *start.shape)}
 
     def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
         """The clips that infer.py is asked for, and their frames a second. A ValueError names a wrong option."""
@@ -279,7 +307,7 @@ class Infer(task.Infer):
         if labels and not all(0 <= label < (classes or 0) for label in labels):
             known = "the model knows no classes" if classes is None else f"the classes are 0 to {classes - 1}"
             raise ValueError(f"--label {' '.join(map(str, labels))}: {known}")
-        if options.guidance != 1 and classes is None:
+        if options.guidance != 1 and classes is None and not self.task.conditions.guidance:
             raise ValueError(f"--guidance {options.guidance:g}: the model is told no class, so it takes no guidance")
         fps = getattr(options, "fps", self.config.data.fps or FPS)
         labels = labels or [i % (classes or 1) for i in range(options.clips)]

@@ -6,7 +6,7 @@ Letters: b samples, c channels, t frames, h w height and width in latent cells.
 
 # ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from zoo.contract import SIZES, Conditions, sizes_of
 from zoo.data.buckets import Bucket, bucket_batches, bucket_step
 from zoo.data.latent_folder import LatentFolder, largest_first
 from zoo.data.latents import Entry, Manifest, read_manifest
@@ -30,6 +31,7 @@ from zoo.training.tasks.video import Objective
 __all__ = ["DATA", "Eval", "Latents", "Objective", "Sample", "Task"]
 
 _TOKENS = 300  # of captions in a dry run without a folder: those of Open-Sora 1.2
+_IMAGE_TOKENS = 257
 _IMAGE_FPS = 120.0  # the frame rate of an image, in Open-Sora
 
 log = logging.getLogger(__name__)
@@ -129,19 +131,32 @@ class Task(video.Task):
             log.info("model %s takes no text: the captions are not used", self.config.model.name)
         return model
 
-    def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
-        if self.manifest is None:  # a dry run: whatever the model was made for
-            self.model_channels = inputs["x"].shape[1]
-            self.caption = (_TOKENS, inputs["context"].shape[-1] if "context" in inputs else 0)
-        else:
-            self.caption = (self.manifest.text_length, self.manifest.text_channels)
-        return self.channels, None, self.caption[1]
+    def offers(self, wants: Conditions) -> Conditions:
+        if (known := self.manifest) is None:  # a dry run: whatever the model was made for
+            self.model_channels, self.caption = wants.channels, (_TOKENS, wants.text)
+            return wants
+        self.caption = known.text_length, known.text_channels
+        start = wants.start if known.start or ("frame" in wants.first and known.causal) else 0
+        return Conditions(
+            known.channels, text=known.text_channels, pooled=known.pooled_channels, image=known.image_channels,
+            start=start, sizes=SIZES,
+        )  # fmt: skip
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
-        b = self.batches[bucket]
-        told = {name: torch.ones(b) for name in ("num_frames", "height", "width", "ar", "fps")}
+        b, wants = self.batches[bucket], self.conditions
+        told = {name: torch.ones(b) for name in (*SIZES, "strength")}
         told |= {"context": torch.empty(b, *self.caption), "context_mask": torch.ones(b, self.caption[0]).bool()}
+        told |= {"pooled": torch.empty(b, wants.pooled), "image": torch.empty(b, self.image_tokens, wants.image)}
         return self._example(b, self.buckets[bucket].shape) | {k: v for k, v in told.items() if k in self.takes}
+
+    @cached_property
+    def image_tokens(self) -> int:
+        """The number of tokens of a first frame; without a folder, that of CLIP's for 224 pixels."""
+        if self.manifest is None or not self.manifest.image:
+            return _IMAGE_TOKENS
+        folder = self.train if hasattr(self, "train") else self.read()
+        entry = next(entry for clips in folder.clips for entry in clips)
+        return len(folder.vectors(entry, "image"))
 
     # --------------------------------------------------------------------------------------------------------- batches
 
@@ -190,17 +205,35 @@ class Task(video.Task):
     def _read_clips(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> Inputs:
         frames = entries[0].shape[1]
         x = torch.stack([folder.latent(entry, self.here(frames)) for entry in entries])
-        return {"x": self.part("x", x, frames), **self.tell(folder, entries, drop)}
+        told = self.tell(folder, entries, drop, self.here(frames))
+        if "start" in told:
+            told["start"] = self.part("start", told["start"], frames)
+        return {"x": self.part("x", x, frames), **told}
 
-    def tell(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> dict[str, Tensor]:
-        """The conditions of clips: their captions, the empty one where `drop` is True, and their sizes (b)."""
-        told: dict[str, Tensor] = {}
+    def tell(
+        self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool], frames: range | None = None
+    ) -> dict[str, Tensor]:
+        """The conditions of clips: captions, the empty one where `drop` is True, sizes (b) and their first frames.
+
+        frames: those of channels that stand after the clip's; None: all.
+        """
+        told: dict[str, Tensor] = {"strength": torch.full((len(entries),), 1000.0 * self.config.objective.guidance)}
+        said = [None if dropped else entry for entry, dropped in zip(entries, drop)]
         if "context" in self.takes:
-            captions = [folder.caption(None if dropped else entry) for entry, dropped in zip(entries, drop)]
-            context, mask = zip(*captions)
+            context, mask = zip(*(folder.caption(entry) for entry in said))
             told |= {"context": torch.stack(context), "context_mask": torch.stack(mask)}
-        sizes = [sizes_told(entry.frames, entry.height, entry.width, entry.fps) for entry in entries]
-        told |= {name: torch.tensor([size[name] for size in sizes]) for name in sizes[0]}
+        if "pooled" in self.takes:
+            told["pooled"] = torch.stack([folder.vectors(entry, "pooled") for entry in said])
+        if "image" in self.takes:
+            told["image"] = torch.stack([folder.vectors(entry, "image") for entry in entries])
+        if "start" in self.takes:
+            name = "start" if "frames" in self.conditions.first else "latent"
+            here = range(entries[0].shape[1]) if frames is None else frames
+            told["start"] = torch.stack(
+                [self.conditions.start_of(folder.latent(entry, here, name), here) for entry in entries]
+            )
+        sizes = [clip_sizes(entry.frames, entry.height, entry.width, entry.fps) for entry in entries]
+        told |= {name: torch.tensor([size[name] for size in sizes]) for name in SIZES}
         return {name: value for name, value in told.items() if name in self.takes}
 
     def describe(self) -> str:
@@ -214,8 +247,6 @@ def _sample_ids(entries: Sequence[Entry], epochs: Sequence[int]) -> list[int]:
     return [hash_seed("clip", entry.name, epoch) for entry, epoch in zip(entries, epochs)]
 
 
-def sizes_told(frames: int, height: int, width: int, fps: float) -> dict[str, float]:
-    """The conditions of a clip but for its caption: frames and pixels, not latent cells."""
-    rate = fps if frames > 1 else _IMAGE_FPS
-    sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width, "fps": rate}
-    return {name: float(size) for name, size in sizes.items()}
+def clip_sizes(frames: int, height: int, width: int, fps: float) -> dict[str, float]:
+    """The sizes of a clip as conditions: frames and pixels, not latent cells."""
+    return sizes_of(SIZES, frames, height, width, fps if frames > 1 else _IMAGE_FPS)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from zoo.contract import SIZES, Conditions, first_of, sizes_of
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
 from zoo.data.sampling import VideoDataset, hash_seed, order
@@ -29,7 +30,6 @@ from zoo.video.clean_frames import noised_frames
 from zoo.video.diffusion import IDDPM, RectifiedFlow, ddim, euler, seeded_noise, seeded_uniform, shift_at
 
 _VALIDATION = hash_seed("validation")
-_CAPTIONED = {"context", "context_mask", "x_mask", "num_frames", "height", "width", "ar", "fps"}  # STDiT takes all
 
 
 @dataclass
@@ -135,6 +135,11 @@ class Objective:
         "number of cells, t h w, for which shift holds; others scale by the root (Open-Sora 1.2: 4096); null: for all",
         least=1,
     )
+    range: list[float] = option(
+        [0.0, 1.0],
+        "rectified_flow: least and greatest noise level, in training (Wan 2.2's experts: [0.875, 1] and [0, 0.875])",
+        length=2,
+    )
     prediction: str | None = option(
         None,
         "the model's output. rectified_flow: velocity, or clean, the clip itself, for large patches of pixels; iddpm: "
@@ -145,7 +150,10 @@ class Objective:
     label_dropout: float = option(
         0.1, "share of samples trained without class or caption, for guidance", least=0, most=1
     )
-    first_frame: float = option(0.0, "share of samples with a clean first frame (stdit 2, 3)", least=0, most=1)
+    guidance: float = option(1.0, "strength of guidance that a model takes as an input (hunyuan)", least=0)
+    first_frame: float = option(
+        0.0, "share of samples with a clean first frame (stdit 2, 3; wan ti2v)", least=0, most=1
+    )
     random_frames: float = option(
         0.0, "share of samples with clean frames at random, all but one at most", least=0, most=1
     )
@@ -203,7 +211,7 @@ class Lookups(TorchFunctionMode):
 class Task(task.Task):
     """Diffusion on clips: a rank holds a range of the frames of each."""
 
-    divided = {"x": 2, "noise": 2, "x_mask": 1}
+    divided = {"x": 2, "noise": 2, "x_mask": 1, "start": 2}
 
     def __init__(self, config: Any, *where: Any):
         super().__init__(config, *where)
@@ -244,49 +252,40 @@ class Task(task.Task):
 
     def model(self) -> nn.Module:
         model = self.create()
-        with torch.device("meta"):
-            inputs = model.example_inputs(1, frames=1, height=self.clip[1], width=self.clip[2])
-        self.takes = inputs.keys()
-        channels, classes, caption_channels = self.offers(inputs)
-        if image := getattr(model.config, "condition_channels", 0):
-            raise UserError(
-                f"{image} of the {inputs['x'].shape[1]} channels of model {self.config.model.name} are an image and "
-                "its mask, which no data here has, so it cannot be trained here. Train one that is not conditioned on "
-                "an image: another model.size, or model.overrides.condition_channels=0"
-            )
-        if inputs["x"].shape[1] != channels:
-            raise UserError(
-                f"the data has {channels} channels and the model takes {inputs['x'].shape[1]}: "
-                f"set model.overrides.in_channels={channels}"
-            )
-        known = {"x", "timestep", "label"} | (_CAPTIONED if caption_channels else set())
-        if unknown := sorted(inputs.keys() - known):
-            raise UserError(f"model {self.config.model.name} needs {', '.join(unknown)}, which this data does not have")
-        if "context" in inputs and inputs["context"].shape[-1] != caption_channels:
-            raise UserError(
-                f"the data's captions have {caption_channels} channels and the model takes "
-                f"{inputs['context'].shape[-1]}: set model.overrides.caption_channels={caption_channels}"
-            )
-        self.num_classes = getattr(model.config, "num_classes", None) if "label" in inputs else None
-        if self.num_classes is not None and self.num_classes != classes:
-            raise UserError(f"the data has {classes or 'no'} classes and the model {self.num_classes}")
-        if "context" in inputs:
-            self.num_classes = classes
-        if self.config.sample.guidance != 1 and self.num_classes is None and "context" not in inputs:
+        _, height, width = self.clip
+        self.conditions = wants = Conditions.of(model, frames=1, height=height, width=width)
+        self.takes = wants.wanted
+        has = self.offers(wants)
+        refuse_lacking(self.config.model.name, wants, has)
+        self.num_classes = wants.classes
+        if wants.classes is not None and wants.classes != has.classes:
+            raise UserError(f"the data has {has.classes or 'no'} classes and the model {wants.classes}")
+        if wants.text:
+            self.num_classes = has.classes
+        if self.config.sample.guidance != 1 and self.num_classes is None and not (wants.text or wants.guidance):
             raise UserError(
                 f"sample.guidance={self.config.sample.guidance} needs a model that is told the class or a caption"
             )
-        if self.num_classes is not None and "label" in inputs:
-            self.refuse_short_table(model, inputs)
+        if wants.classes is not None:
+            with torch.device("meta"):
+                self.refuse_short_table(model, model.example_inputs(1, frames=1, height=height, width=width))
         self.refuse_unused()
+        low, high = self.config.objective.range
+        if not 0 <= low < high <= 1:
+            raise UserError(f"objective.range={[low, high]}: two numbers from 0 to 1, the smaller one first")
+        if (low, high) != (0, 1) and self.config.sample.every:
+            raise UserError(
+                f"sample.every={self.config.sample.every}: a model of noise levels {low} to {high} alone draws "
+                "nothing; set it to 0, and sample with the pipeline that has both models"
+            )
         first, some = self.config.objective.first_frame, self.config.objective.random_frames
         shares = f"objective.first_frame={first} and objective.random_frames={some}"
         if first + some > 1:
             raise UserError(f"{shares}: together at most 1")
-        if self.masked and "x_mask" not in self.takes:
+        if self.masked and not wants.clean:
             raise UserError(
-                f"{shares} need a model that accepts given, noise-free frames (stdit with version v2 or v3): use one, "
-                "or set both options to 0"
+                f"{shares} need a model that accepts given, noise-free frames (stdit with version v2 or v3, wan with "
+                "frame_times): use one, or set both options to 0"
             )
         self.patch = getattr(model.config, "patch", (1, 1, 1))
         self.tokens = self.tokens_of(self.clip)
@@ -313,7 +312,7 @@ class Task(task.Task):
     def refuse_unused(self) -> None:
         """Raise UserError for an option, or a prediction, that only the other objective has."""
         options, known = self.config.objective, Objective()
-        of = {"rectified_flow": ("levels", "loc", "scale", "shift", "shift_cells"), "iddpm": ("min_snr",)}
+        of = {"rectified_flow": ("levels", "loc", "scale", "shift", "shift_cells", "range"), "iddpm": ("min_snr",)}
         for name, keys in of.items():
             other = [key for key in keys if getattr(options, key) != getattr(known, key)]
             if other and name != options.name:
@@ -324,10 +323,11 @@ class Task(task.Task):
                 f"{' or '.join(able)}; set one of them"
             )
 
-    def offers(self, inputs: Mapping[str, Tensor]) -> tuple[int, int | None, int]:
-        """The channels, classes and caption channels (0: none) of the data, for a model that takes `inputs`."""
+    def offers(self, wants: Conditions) -> Conditions:
+        """The conditions that the data has, for a model with these."""
         data = self.config.data
-        return data.channels, data.classes, data.caption_channels
+        captioned = {"text": data.caption_channels, "sizes": SIZES} if data.caption_channels else {}
+        return Conditions(data.channels, data.classes, **captioned, start=wants.start)
 
     def tokens_of(self, clip: tuple[int, int, int]) -> int:
         """The tokens of a clip (t h w)."""
@@ -337,9 +337,9 @@ class Task(task.Task):
         options = self.config.objective
         if options.name == "iddpm":
             return IDDPM(model, velocity=options.predicts == "velocity", min_snr=options.min_snr)
-        how = {"loc": options.loc, "scale": options.scale, "uniform": options.levels == "uniform"}
-        clean = options.predicts == "clean"
-        return RectifiedFlow(model, **how, shift=options.shift, shift_cells=options.shift_cells, clean=clean)
+        how: dict[str, Any] = {"loc": options.loc, "scale": options.scale, "uniform": options.levels == "uniform"}
+        how |= {"shift": options.shift, "shift_cells": options.shift_cells, "clean": options.predicts == "clean"}
+        return RectifiedFlow(model, **how, within=(options.range[0], options.range[1]))
 
     def sampler(self, clip: tuple[int, int, int]) -> Callable[..., Tensor]:
         """The sampler of clips of this size, at the levels of training: `euler` or `ddim`."""
@@ -361,6 +361,8 @@ class Task(task.Task):
             inputs["timestep"] = torch.empty(batch, dtype=torch.long)
         if self.masked:
             inputs |= {"x_mask": torch.ones(batch, clip[0], dtype=torch.bool), "weight": torch.ones(batch)}
+        if "start" in self.takes:
+            inputs["start"] = torch.empty(batch, self.conditions.start, *clip)
         return inputs
 
     # --------------------------------------------------------------------------------------------------------- batches
@@ -422,17 +424,60 @@ class Task(task.Task):
         labels = torch.tensor([clip["label"] or 0 for clip in clips])
         if drop is not None and self.num_classes is not None:
             labels = labels.masked_fill(drop, self.num_classes)
-        return {"x": self.part("x", x, self.clip[0]), **self.told(labels, self.clip)}
+        told = self.told(labels, self.clip)
+        if "start" in self.takes:
+            told["start"] = self.part("start", self.starts(x, self.here(self.clip[0])), self.clip[0])
+        return {"x": self.part("x", x, self.clip[0]), **told}
+
+    def starts(self, x: Tensor, frames: range) -> Tensor:
+        """The channels after those of clips of pixels x (b c t h w), which have these frames."""
+        return torch.stack([self.conditions.start_of(clip * first_of(frames), frames) for clip in x])
 
     def told(self, labels: Tensor, clip: tuple[int, int, int], fps: float | None = None) -> dict[str, Tensor]:
         """The conditions of clips of one shape and of these classes (b), `num_classes` for none."""
-        (frames, height, width), told = clip, {"label": labels}
+        told = {"label": labels, "strength": torch.full((len(labels),), 1000.0 * self.config.objective.guidance)}
         if "context" in self.takes:
             told["context"], told["context_mask"] = spell(labels)
-            sizes = {"num_frames": frames, "height": height, "width": width, "ar": height / width}
-            for name, size in (sizes | {"fps": fps or self.config.data.fps}).items():
-                told[name] = torch.full((len(labels),), float(size), device=labels.device)
+        names = [name for name in SIZES if name in self.takes]
+        for name, size in sizes_of(names, *clip, fps or self.config.data.fps or 1.0).items():
+            told[name] = torch.full((len(labels),), size, device=labels.device)
         return {name: value for name, value in told.items() if name in self.takes}
 
     def describe(self) -> str:
         return "{} frames of {} x {}".format(*self.clip)
+
+
+def refuse_lacking(name: str, wants: Conditions, has: Conditions) -> None:
+    """Raise a UserError if a model wants what the data does not have, with what to change."""
+    if wants.unknown:
+        raise UserError(f"model {name} needs {', '.join(wants.unknown)}, which this data does not have")
+    if wants.channels != has.channels:
+        c, mask = has.channels, wants.start - wants.channels  # an image's latent has the channels of the clip
+        fix = f"in_channels={c}"
+        if wants.start:
+            fix = f"in_channels={2 * c + mask} and model.overrides.condition_channels={c + mask}"
+        raise UserError(f"the data has {c} channels and the model takes {wants.channels}: set model.overrides.{fix}")
+    if wants.start and not (has.start and wants.first and wants.start > has.channels):
+        raise UserError(
+            f"model {name} begins clips with an image: {wants.start} of its channels are a mask and the "
+            "image's latent, which this data does not have. Encode the clips with --image FOLDER, the folder of the "
+            "model's pipeline"
+        )
+    lacking = [key for key in ("pooled", "image") if getattr(wants, key) and not getattr(has, key)]
+    lacking += [key for key in wants.sizes if key not in has.sizes]
+    lacking += ["context"] if wants.text and not has.text else []
+    if lacking:
+        raise UserError(
+            f"model {name} needs {', '.join(lacking)}, which this data does not have"
+            + (". zoo.video.encode writes it, with --text or --image of the model's pipeline" if has.text else "")
+        )
+    for key, what, option_name in (
+        ("text", "captions have", "caption_channels"),
+        ("pooled", "pooled captions have", "pooled_channels"),
+        ("image", "first frames have tokens of", "image_channels"),
+    ):
+        if getattr(wants, key) and getattr(wants, key) != getattr(has, key):
+            raise UserError(
+                f"the data's {what} {getattr(has, key)} channels and the model takes {getattr(wants, key)}: "
+                f"set model.overrides.{option_name}={getattr(has, key)}"
+            )
