@@ -80,10 +80,7 @@ class Show(task.Show):
         clips = [self.task.validation.clip(index, epoch) for index, epoch in chosen]
         fps = self.config.data.fps or FPS
         told = self.clips([clip["label"] or 0 for clip in clips], self.task.clip, fps)
-        x = torch.stack([clip["x"] for clip in clips])
-        if "start" in self.task.takes:
-            begin_with(told, {"start": self.task.starts(x, range(x.shape[2]))})
-        return told, x, fps
+        return told, torch.stack([clip["x"] for clip in clips]), fps
 
     def clips(self, labels: Sequence[int], size: tuple[int, int, int], fps: float) -> Clips:
         """Clips of these classes; the classes are not used if the model takes none."""
@@ -102,6 +99,8 @@ class Show(task.Show):
         """Clips from fixed noise, with the classes or captions of real clips, and the real clips."""
         options = self.config.sample
         clips, x, fps = user_error(self.real, options.clips)
+        if "start" in self.task.takes and "start" not in clips.told:
+            begin_with(clips, {"start": self.task.starts(x, range(x.shape[2]))})
         made = self.draw(model, clips, SAMPLES, options.steps, options.guidance, device, on_step)
         codec = user_error(self.codec, None, device)
         return Pairs(decode(x, codec), decode(made, codec), clips.titles, fps)

@@ -465,10 +465,10 @@ def refuse_lacking(name: str, wants: Conditions, has: Conditions) -> None:
         )
     lacking = [key for key in ("pooled", "image") if getattr(wants, key) and not getattr(has, key)]
     lacking += [key for key in wants.sizes if key not in has.sizes]
-    lacking += ["context"] if wants.text and not has.text else []
+    lacking += sorted(wants.names & {"context", "context_mask"}) if wants.text and not has.text else []
     if lacking:
         raise UserError(
-            f"model {name} needs {', '.join(lacking)}, which this data does not have"
+            f"model {name} needs {', '.join(sorted(lacking))}, which this data does not have"
             + (". zoo.video.encode writes it, with --text or --image of the model's pipeline" if has.text else "")
         )
     for key, what, option_name in (
