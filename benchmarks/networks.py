@@ -37,7 +37,7 @@ from benchmarks.cluster import take_turns
 from benchmarks.common import circumstances, line, options, table, write_down
 from benchmarks.hosts import Emulated, Network, Ranks, Wire, script, stoppable, why_not
 from benchmarks.methods import Shape, Step, all_ranks
-from dsp.plan.make import shortest
+from dsp.report.quickest import shortest
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # the exact ones first
     "dsp": ("dsp", {}),

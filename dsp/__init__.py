@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from dsp.calls import GlueError
     from dsp.check.check import check
     from dsp.check.report import Report
+    from dsp.cluster.choose import Sizing, choose
     from dsp.count import count_comm
     from dsp.discovery.discover import discover
     from dsp.hardware import LINKS, Hardware, Link
     from dsp.notation import NotationError
     from dsp.ops import gather, hand_over, mean, split, start_switch, switch
-    from dsp.plan.choose import Sizing, choose
     from dsp.plan.make import plan
-    from dsp.plan.without_data import without_data
     from dsp.report.table import Plan
+    from dsp.report.without_data import without_data
     from dsp.routes import Route
     from dsp.run.parallel import parallelize
 
@@ -59,19 +59,20 @@ NAMES = {
     "calls": "GlueError",
     "check.check": "check",
     "check.report": "Report",
+    "cluster.choose": "Sizing choose",
     "count": "count_comm",
     "discovery": "discover",
     "hardware": "LINKS Hardware Link",
     "notation": "NotationError",
     "ops": "gather hand_over mean split start_switch switch",
-    "plan.choose": "Sizing choose",
     "plan.make": "plan",
     "report.table": "Plan",
-    "plan.without_data": "without_data",
+    "report.without_data": "without_data",
     "routes": "Route",
     "run.parallel": "parallelize",
 }
-if environ.get("DSP_HOUSE") == "new":  # the switch: core and glue in the place of run and plan, until they take over
+NEW = environ.get("DSP_HOUSE") == "new"  # the switch: core and glue in the place of run and plan, until they take over
+if NEW:
     NAMES = {**NAMES, "run.parallel": "", "parallel": "parallelize", "plan.make": "", "report.plan": "plan"}
 FOUND_IN = {name: module for module, names in NAMES.items() for name in names.split()}
 for _package in ("check", "plan"):  # packages named like functions: imported later, they would replace these

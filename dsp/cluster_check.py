@@ -44,10 +44,9 @@ from torch.distributed.tensor import DTensor
 from dsp.check.check import check as checked
 from dsp.count import count_comm
 from dsp.hardware import LINKS, measure
+from dsp.house import parallelize, plan
 from dsp.ops import mean, split, switch
-from dsp.plan.make import plan
 from dsp.routes import AUTO, Route
-from dsp.run.parallel import parallelize
 
 TIMEOUT = timedelta(minutes=2)  # a rank that cannot be reached ends the check, instead of holding it up
 SLOW = 0.25  # of the raw exchange's speed, on GPUs; on CPUs the copies of a switch may cost more than the exchange

@@ -40,6 +40,17 @@ class CommBytes:
         )
 
 
+class InsideCost(NamedTuple):
+    """The cost of the modules that communicate in a stage call: what they send, and the FLOPs of the busiest rank
+    beyond an equal share, at full size."""
+
+    sends: CommBytes = CommBytes()
+    surplus: float = 0.0
+
+
+NOTHING_INSIDE = InsideCost()
+
+
 class StageMethod(Protocol):
     """A submodule of a stage that communicates by itself (`dsp.embedded`); `label` is its name in a plan's table."""
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from dsp.check.modes import called
 from dsp.check.report import Report
+from dsp.core.inputs import described
 from dsp.layout import Cut
-from dsp.private import pytree
-from dsp.run.inputs import describe
 from dsp.slices import call_part, copied, error, part, slices
 from dsp.stages import Stage, cut_for
 from dsp.tensors import tensors_in
@@ -28,7 +27,7 @@ def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> li
     for stage in found:
 
         def record(module: nn.Module, args: Any, kwargs: Any, own: Stage = stage) -> None:
-            if (key := (own.name, describe(*pytree.tree_flatten((args, kwargs))))) not in seen:
+            if (key := (own.name, described(args, kwargs))) not in seen:
                 seen.add(key)
                 calls.append((own, *copied(args, kwargs)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -150,6 +150,12 @@ def claim(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | 
     local.__class__ = Carrier
     local.record, local.ref, local.cut, local.base = record, ref, cut, base  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
+
+
+def one_for_each(tensors: Sequence[Tensor], carriers: Sequence[Tensor]) -> list[Tensor]:
+    """The carriers of tensors; of one that was returned twice the first."""
+    first: dict[int, Tensor] = {}
+    return [first.setdefault(id(t), c) for t, c in zip(tensors, carriers)]
 
 
 @cache

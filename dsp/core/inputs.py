@@ -41,6 +41,12 @@ def properties(v: Any) -> Any:
     return type(v).__qualname__
 
 
+def described(args: Any, kwargs: Any) -> Any:
+    """The structure of a call's arguments, and the properties of each."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return spec, *map(properties, leaves)
+
+
 def arrivals(bound: Sequence[Bound]) -> dict[str, Cut]:
     """The cuts of the inputs that arrive sharded, by parameter."""
     return cuts_of({b.param: b.tensor.placements[0] for b in bound if isinstance(b.tensor, DTensor)})

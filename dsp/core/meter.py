@@ -90,8 +90,8 @@ class NodeMeter(TorchDispatchMode):
             self.random = True
         return out
 
-    def start(self) -> None:
-        """Begin with a node: its call runs next."""
+    def start(self, node: Node | None = None) -> None:
+        """Begin with a node: its call runs next. node: that of a stage."""
         self.between |= self.random
         self.restart()
         self.notes, self.equal = [], []

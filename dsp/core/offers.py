@@ -28,6 +28,7 @@ from dsp.core.record import (
 from dsp.core.watch import Watch
 from dsp.core.writes import fix_written
 from dsp.layout import Axis
+from dsp.methods import NOTHING_INSIDE
 from dsp.notation import BATCH_NAMES, TensorPattern
 from dsp.planner import MOVES
 from dsp.planner import Value as Extents
@@ -143,7 +144,8 @@ def stage_offer(
     assert isinstance(node.call, BoundStage)
     stage, nested = node.call.stage, [None] * (len(node.operands) - len(option.cuts))
     local = None if stage.local is None else stage.local(stage, option)
-    return Offer((*option.cuts, *nested), gives, (), inner, option.last_resort, local, option)
+    methods = node.inside.get(option.name, NOTHING_INSIDE)
+    return Offer((*option.cuts, *nested), gives, (), inner, option.last_resort, local, option, inside=methods)
 
 
 def unrecorded_offers(node: Node) -> list[Offer]:

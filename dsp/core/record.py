@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsp.calls import Operand
 from dsp.layout import Axis, Cut
+from dsp.methods import NOTHING_INSIDE, InsideCost
 from dsp.notation import BATCH_NAMES, TensorPattern
 from dsp.planner import Value
 from dsp.private import checkpoint_frame
@@ -139,7 +140,8 @@ class Offer:
     needs, gives: the cuts of its operands and results; sizes: the global length of each result along its cut, where the
     record does not say; inner: the collectives inside; last_resort: it shards the batch; local: makes the function that
     runs on parts (None: the node's call runs on them unchanged); option: of a stage, the dim that it is sharded along;
-    takes_empty: of a stage, its function takes empty parts, and gives results in whatever layouts `gives` has.
+    takes_empty: of a stage, its function takes empty parts, and gives results in whatever layouts `gives` has; inside:
+    the cost of its modules that communicate themselves.
     """
 
     needs: tuple[Layout, ...]
@@ -150,15 +152,17 @@ class Offer:
     local: LocalFunction | None = None
     option: Option | None = None
     takes_empty: bool = False
+    inside: InsideCost = field(default=NOTHING_INSIDE, compare=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the busiest rank sends inside."""
-        return max(map(sum, zip(*[part.sent for c in self.inner for part in c.parts])), default=0)
+        own = max(map(sum, zip(*[part.sent for c in self.inner for part in c.parts])), default=0)
+        return own + sum(nbytes for nbytes, _ in self.inside.sends.forward.values())
 
     @property
     def calls(self) -> int:
-        return sum(c.calls for c in self.inner)
+        return sum(c.calls for c in self.inner) + sum(calls for _, calls in self.inside.sends.forward.values())
 
 
 class Operation(NamedTuple):
@@ -175,7 +179,7 @@ class Cost(NamedTuple):
 
     inside: bytes touched in modules of a stage that communicate themselves; operations: those that are not views;
     recomputed: it runs again in backward; restarts: so does a checkpoint of which it is the first node, from its
-    operands, which are kept.
+    operands, which are kept; itself: the stage is such a checkpoint.
     """
 
     flops: int = 0
@@ -187,6 +191,7 @@ class Cost(NamedTuple):
     operations: int = 0
     recomputed: bool = False
     restarts: bool = False
+    itself: bool = False
 
 
 FREE = Cost()  # of a node that nobody measured
@@ -229,7 +234,8 @@ class Node:
     layout to which it is switched as soon as it is made (None: none); writes: the operands that it writes into; kin:
     the results that share memory with others on one device (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell;
     loose: it copies only if it must; constants: of a stage, the numbers that it returned beside tensors; stateful: of a
-    stage, it wrote to what its modules keep; like: the node of a plan that this one differs from in numbers alone.
+    stage, it wrote to what its modules keep; like: the node of a plan that this one differs from in numbers alone;
+    inside: the cost of a stage's modules that communicate themselves, by the dim that it is sharded along.
     """
 
     kind: str
@@ -260,6 +266,7 @@ class Node:
     constants: list[Any] | None = None
     stateful: bool = False
     like: Node | None = None
+    inside: dict[str | None, InsideCost] = field(default_factory=dict)
 
     @property
     def refs(self) -> list[Ref]:

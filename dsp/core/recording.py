@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dsp.calls import replaced, tensor_args
 from dsp.compile_off import CompileOff
 from dsp.core.backward import Gradients, Regions
-from dsp.core.carrier import Carrier, claim, plain
+from dsp.core.carrier import Carrier, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
 from dsp.core.keys import key_part, node_key
@@ -101,7 +101,7 @@ class Recorder:
         operands, read = [b.tensor for b in bound], dict(zip(map(id, carried), tensors))
         refuse_functions(operands)
         versions, state = [*map(version, operands)], self.state_of(stage)
-        self.meter.start()
+        self.meter.start(node)
         out = call(*args, **kwargs)
         node.stateful = state != self.state_of(stage)
         self.meter.finish(node)
@@ -115,8 +115,9 @@ class Recorder:
 
     def carried(self, node: Node, out: Any) -> Any:
         """The results of a node as carriers."""
-        results = [claim(self.record, plain(t), ref, None) for t, ref in zip(tensors_in(out), node.results)]
-        return results[0] if isinstance(out, Tensor) else map_tensors(out, results)
+        tensors = tensors_in(out)
+        results = [claim(self.record, plain(t), ref, None) for t, ref in zip(tensors, node.results)]
+        return results[0] if isinstance(out, Tensor) else map_tensors(out, one_for_each(tensors, results))
 
 
 class RecordOptions(NamedTuple):

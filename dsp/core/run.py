@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsp.calls import replaced, tensor_args
-from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, claim, plain
+from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, claim, one_for_each, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies
 from dsp.core.inputs import Inputs, refuse_meshes
@@ -163,7 +163,7 @@ class Runner:
         for p, r in zip(parts, node.results):
             moves = p.src is not None and p.src != p.dst
             results.append(claim(self.record, next(switched) if moves else p.local, r, p.dst if moves else p.src))
-        return results[0] if isinstance(out, Tensor) else map_tensors(out, results)
+        return results[0] if isinstance(out, Tensor) else map_tensors(out, one_for_each(tensors, results))
 
     def switch(self, node: Node, parts: Sequence[Part]) -> list[Tensor]:
         """Switch those of the parts that have another layout to go to."""
@@ -214,7 +214,7 @@ class Runner:
         """The results of a stage on this rank's parts, without a dummy row, and the offer that says their cuts."""
         results = tensors_in(out)
         if any(type(t) is not Tensor or isinstance(t.grad_fn, CONTEXT) for t in results):
-            results = [covered(waited(plain(t))) for t in results]
+            results = one_for_each(results, [covered(waited(plain(t))) for t in results])
         if offer.option.onto:  # type: ignore[union-attr]  # a sum over ranks
             sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
             results = [torch.ops.dsp.reduce_scatter(t, c.dim, self.axis.group) for t, c in zip(sums, offer.gives)]  # type: ignore[union-attr]
@@ -222,7 +222,8 @@ class Runner:
             node.kin = () if offer.option.onto else kin_of(parts, results)  # type: ignore[union-attr]
             offer = self.added.stage_results(stage, node, results, held)
         if not held and not offer.option.onto:  # type: ignore[union-attr]
-            results = [t.narrow(cut.dim, 0, 0) for t, cut in zip(results, offer.gives)]  # type: ignore[union-attr]
+            parts = [t.narrow(cut.dim, 0, 0) for t, cut in zip(results, offer.gives)]  # type: ignore[union-attr]
+            results = one_for_each(results, parts)
         return offer, results
 
     def refuse_sizes(self, stage: Stage, node: Node, offer: Offer, results: Sequence[Tensor], out: Any) -> None:

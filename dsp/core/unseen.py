@@ -82,12 +82,7 @@ def covered(t: Tensor) -> Tensor:
     """The result of a stage that may end in an autograd.Function: what reads it does not see that function."""
     with LOCAL():
         last = t.grad_fn
-        return t.view_as(t) if isinstance(last, CONTEXT) and foreign(function_of(last)) else t
-
-
-def foreign(function: Any) -> bool:
-    """Tell whether an autograd.Function is neither of torch nor of dsp."""
-    return not function.__module__.startswith(("torch.", "dsp."))
+        return t.view_as(t) if isinstance(last, CONTEXT) and refusal(function_of(last)) else t
 
 
 def behind(node: Any) -> set[Any]:
@@ -102,10 +97,15 @@ def behind(node: Any) -> set[Any]:
 
 
 def refuse_function(function: Any) -> None:
+    if (error := refusal(function)) is not None:
+        raise error
+
+
+def refusal(function: Any) -> GlueError | None:
+    """The reason why an autograd.Function cannot run between stages; None for one of torch or of dsp."""
     module, name = function.__module__, function.__name__
     if module == "torch.utils.checkpoint":
-        raise GlueError(REENTRANT)
+        return GlueError(REENTRANT)
     if module == COLLECTIVES:
-        raise GlueError(DIFFERENT.format(f"the backward of {COLLECTIVES}'s {name.strip('_')}"))
-    if foreign(function):
-        raise GlueError(FUNCTION.format(name=name))
+        return GlueError(DIFFERENT.format(f"the backward of {COLLECTIVES}'s {name.strip('_')}"))
+    return None if module.startswith(("torch.", "dsp.")) else GlueError(FUNCTION.format(name=name))

@@ -32,13 +32,12 @@ from dsp.discovery.patterns import Patterns
 from dsp.discovery.repeats import Repeats
 from dsp.discovery.search import Search
 from dsp.discovery.shapes import Shapes
+from dsp.house import goal, plan_stages
 from dsp.known import stages_of
 from dsp.layout import Cut
 from dsp.notation import NotationError
-from dsp.plan.make import plan_stages
-from dsp.plan.reads import READS, place
-from dsp.plan.solve import Goal
 from dsp.private import FakeTensorMode, fake_tensor, pytree
+from dsp.report.plan import UNKNOWN, place_of
 from dsp.slices import Probe, call_part, copies
 from dsp.tensors import remade, tensors_in
 from dsp.text import Moving, number_of
@@ -137,9 +136,9 @@ def _searched(
                 repeats = Repeats(copy, own, [planned]) if thin else Repeats()
                 search = Search(copy, own, seed, repeats, Shapes if bare else Probe, tell)
                 return planned, search, search.settle()
-            except READS as error:
+            except UNKNOWN as error:
                 raise ValueError(
-                    f"the forward of {type(model).__name__} depends on the values of tensors: {place(error)}. Meta "
+                    f"the forward of {type(model).__name__} depends on the values of tensors: {place_of(error)}. Meta "
                     "tensors have none: build it, and its inputs, on a real device and with small sizes"
                 ) from None
 
@@ -152,7 +151,7 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
         """The share of work that is replicated, rounded to hundredths, and the bytes sent."""
         search.tell(f"{number_of(len(stages) - 1, 'pattern')} of stages, planned")
         found = stages_of(model, stages)
-        plans = [plan_stages(model, *found, args, kwargs, Goal(n, batch=False)) for n in SIZES]
+        plans = [plan_stages(model, *found, args, kwargs, goal(n, gather_output=False, batch=False)) for n in SIZES]
         alone = sum(p.flops_alone for p in plans)
         sent = sum(sum(p.bytes.values()) for p in plans)
         for p in plans:  # an input left replicated suits the first layer only: later ones would gather and split

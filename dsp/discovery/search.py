@@ -13,6 +13,7 @@ from torch import nn
 
 from dsp import randomness
 from dsp.core.equal_modules import fingerprint
+from dsp.core.inputs import described
 from dsp.discovery.calls import Group, ModuleCall, acts_locally, dim_at, known, structure
 from dsp.discovery.dims import Dim, Dims, Follower, atoms, places
 from dsp.discovery.recording import record_of
@@ -20,8 +21,6 @@ from dsp.discovery.repeats import Repeats, runs
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.record import OperationNode, Ref
-from dsp.private import pytree
-from dsp.run.inputs import describe
 from dsp.signature import Signature
 from dsp.slices import Probe, divisors, keeping_buffers
 from dsp.stages import clean
@@ -184,7 +183,7 @@ class Search:
             self.probes[node.index] = self.probe(node.module, signature, node.args, node.kwargs, self.seed)
         probe, look = self.probes[node.index], (node.index, structure(node))
         if look not in self.known:
-            given = describe(*pytree.tree_flatten((node.args, node.kwargs)))
+            given = described(node.args, node.kwargs)
             kind = (fingerprint(node.module, buffers=True), look[1], given)
             if kind in self.alike:  # a repeated block: independent along the same dims, or along fewer of them
                 for g in self.alike[kind]:

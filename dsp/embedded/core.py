@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from dsp.embedded.grid import Grid
 from dsp.embedded.place import PLACE, placed
+from dsp.house import running_place
 from dsp.layout import Axis
 from dsp.methods import CommBytes, RankPart
 from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
 from dsp.private import Recompute, backward_pass, checkpoint_frame
-from dsp.run.forward import current_place
 from dsp.stages import Stage
 
 
@@ -24,7 +24,7 @@ def place_of_call() -> RankPart | None:
 
     An activation checkpoint inside a stage's hooks, as in train.py, recomputes the stage in backward without the hooks.
     """
-    place = current_place() or PLACE.get()
+    place = running_place() or PLACE.get()
     if place is None and backward_pass() != -1:
         raise RuntimeError(
             "an activation checkpoint that dsp cannot follow recomputes a stage with communication inside; use "

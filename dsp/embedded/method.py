@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -20,19 +20,16 @@ from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
 from dsp.guard.agreement import agree
 from dsp.hardware import Hardware
-from dsp.house import install
+from dsp.house import goal, install, plan_stages
 from dsp.known import stages_of
 from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
-from dsp.overlap.options import overlap_of, refuse_overlap
-from dsp.plan.make import plan_stages
-from dsp.plan.solve import Goal
+from dsp.overlap.options import kind_of, overlap_of, refuse_overlap
 from dsp.report.table import Plan
 from dsp.routes import Route
-from dsp.run.parallel import kind_of
 from dsp.signature import Signature
 from dsp.stages import Stage, find_stages
-from dsp.wire import SAME, Wire, permitted
+from dsp.wire import SAME, Wire
 
 Prepared = tuple[list[Stage], StagePattern | None]
 
@@ -234,11 +231,12 @@ def plan(
     `parallelize`.
     """
     stages, root = prepare(model, method, options)
-    goal = Goal(
-        size, None, dtype, gather_output, hardware, cuts_of(given or {}), recompute, save_exchanges,
-        permits=permitted(wire), ways=Route.of(route).over(size, hardware), overlap=overlap_of(overlap, hardware),
-    )  # fmt: skip
-    return plan_stages(model, stages, root, args, kwargs, goal)
+    options = {
+        "dtype": dtype, "gather_output": gather_output, "hardware": hardware, "given": cuts_of(given or {}),
+        "recompute": recompute, "save_exchanges": save_exchanges, "wire": wire, "route": route, "overlap": overlap,
+    }  # fmt: skip
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
+    return plan_stages(model, stages, root, args, dict(kwargs or {}), goal(size, **options))
 
 
 def save_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

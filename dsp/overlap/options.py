@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.hardware import Hardware, measured
@@ -31,6 +32,11 @@ def overlap_of(
             "pass hardware=dsp.Hardware(...) to dsp.plan, or give a number of pieces"
         )
     return hardware if mesh is None else measured(mesh, node=mesh.size(), dtype=dtype)
+
+
+def kind_of(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model computes: that of its first floating-point parameter."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def refuse_overlap(given: Any) -> None:

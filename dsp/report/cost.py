@@ -55,7 +55,12 @@ class Loads:
 
     def share(self, step: PlanStep) -> float:
         """The busiest rank's share of an op: its chunk of the sharded dim, or everything."""
-        if step.option is not None:
+        if step.option is not None and isinstance(step.node.call, BoundStage):
+            stage, sizes, _ = step.node.call
+            if stage.whole and stage.inside:  # its weights are cut instead
+                return 1 / self.size
+            if stage.around is not None and step.option.name is not None:
+                return stage.around.share(sizes, self.size)
             return step.option.share(self.size)
         return step.op.share(step.choice, self.problem.values, self.size)
 
@@ -78,12 +83,18 @@ class Loads:
     @property
     def busiest(self) -> float:
         """The FLOPs of a step on the busiest rank."""
-        return sum(work * share for work, share in zip(self.flops, self.shares))
+        surplus = [forwards(s.node) * (s.node.offer.inside.surplus if s.node.offer else 0) for s in self.steps]
+        return sum((work + more) * share for work, more, share in zip(self.flops, surplus, self.shares))
 
     @property
     def touched(self) -> float:
-        """Bytes that the busiest rank reads and writes in a step."""
-        return sum(forwards(s.node) * s.node.cost.touched * share for s, share in zip(self.steps, self.shares))
+        """Bytes that the busiest rank reads and writes in a step: its share; outside of cut weights, everything."""
+        total = 0.0
+        for step, share in zip(self.steps, self.shares):
+            call, (inside, every) = step.node.call, (step.node.cost.inside, step.node.cost.touched)
+            outside = 1.0 if isinstance(call, BoundStage) and call.stage.whole else share
+            total += forwards(step.node) * ((every - inside) * outside + inside * share)
+        return total
 
     @property
     def touched_alone(self) -> int:
@@ -196,5 +207,7 @@ class TableRows:
             kinds = [c.kind.replace("_", "-") for c in step.node.offer.inner]
             if step.option is not None and step.option.onto:
                 kinds = [f"+{along} → {step.option.onto}"]
-            texts += dict.fromkeys(kinds)
+            call = step.node.call
+            methods = [method.label for method in call.stage.inside] if isinstance(call, BoundStage) else []
+            texts += dict.fromkeys([*methods, *kinds])
         return ", ".join(texts)

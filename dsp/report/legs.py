@@ -27,9 +27,10 @@ def routed(record: Record, transfers: Sequence[Transfer], ways: Ways) -> list[Ro
     """The transfers of a step in the ways that switches take; one that others share goes by the bytes of all."""
     routes = list[Routed]()
     for exchange in exchanges(transfers) if record.n > 1 else ():
-        total = sum(travels(record, t) for t in exchange) if ways.node and exchange[0].kind == "switch" else 0
+        switched = [t for t in exchange if ways.node and t.kind == "switch" and t.move is not None]
+        total = sum(travels(record, t) for t in switched)
         for t in exchange:
-            if t.kind != "switch" or not ways.node:
+            if t not in switched:
                 routes.append(Routed(t, [t], []))
                 continue
             way = ways.way(total) if t.pieces == 1 else DIRECT

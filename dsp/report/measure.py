@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from dsp.core.meter import Meter, visible
 from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
 from dsp.lines import line_now
+from dsp.methods import NOTHING_INSIDE, InsideCost, StageMethod
 from dsp.private import checkpoint_frame, compiled_callers, storage_id
 from dsp.stages import clean
 
@@ -34,14 +36,25 @@ class Plain(NamedTuple):
 class Measure(Meter):
     """Notes what each node costs. Functions of plain tensors, between two nodes and in one module, become a node, too.
 
-    recompute: each stage counts as one that keeps only its inputs for backward.
+    methods: by path, the modules of stages that communicate themselves; recompute: each stage counts as one that keeps
+    only its inputs for backward.
     """
 
     def __init__(
-        self, record: Record, model: nn.Module, exist: Iterable[Tensor], recompute: bool = False
+        self, record: Record, model: nn.Module, exist: Iterable[Tensor],
+        methods: Sequence[tuple[str, StageMethod]] = (), recompute: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.record, self.recompute = record, recompute
+        self.stage: Node | None = None  # that runs
+        self.methods: dict[str | None, InsideCost] = {}
+        self.loads: list[tuple[dict[str | None, float], int]] = []  # of the modules that run
+        followed = set[int]()  # equal stages share modules
+        for path, method in methods:
+            if id(module := model.get_submodule(path)) not in followed:
+                followed.add(id(module))
+                module.register_forward_pre_hook(partial(self.enter, method), with_kwargs=True)
+                module.register_forward_hook(self.leave)
         self.paths = {id(m): clean(path) for path, m in model.named_modules()}
         self.resident = {storage_id(t.untyped_storage()) for t in exist}
         self.kept: dict[int, torch.UntypedStorage] = {}  # memory kept for backward; a reference, so that ids stay valid
@@ -66,37 +79,60 @@ class Measure(Meter):
 
     def pack(self, t: Tensor) -> Tensor:
         # a node that saves its own result, as tanh does, would hold itself for good, through this function too
-        self.saved.append(t if t.grad_fn is None else t.detach())
-        return self.saved[-1]
+        kept = t if t.grad_fn is None else t.detach()  # of a carrier, this begins a node
+        self.saved.append(kept)
+        return kept
 
-    def start(self) -> None:
+    def start(self, node: Node | None = None) -> None:
         if self.flops or any(self.touched):
             path, saved, keeps = place(self.paths), self.keep(), bool(self.saved)
             cost = Cost(self.flops, sum(self.touched), self.largest, self.peak, saved)
             self.plain.append(Plain(self.heaviest, path, cost, keeps))
-        super().start()
-        self.saved = []
+        super().start(node)
+        self.saved, self.stage, self.methods = [], node, {}
 
     def finish(self, node: Node) -> None:
         super().finish(node)
-        self.saved = []
+        self.saved, self.stage = [], None
 
-    def value(self, node: Node) -> tuple[Any, Cost]:
+    def enter(self, method: StageMethod, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a module of the running stage sends, for each dim that the stage may be sharded along."""
+        if self.stage is None or not isinstance(self.stage.call, BoundStage):
+            return
+        _, sizes, options = self.stage.call
+        n = self.record.n
+        for name in (option.name for option in options):
+            before = self.methods.get(name, NOTHING_INSIDE)
+            self.methods[name] = before._replace(sends=before.sends + method.sends(args, kwargs, name, sizes, n))
+        self.loads.append(({o.name: method.load(args, kwargs, o.name, sizes, n) for o in options}, self.flops))
+        self.inside += 1
+
+    def leave(self, *_: Any) -> None:
+        if self.stage is None:
+            return
+        self.inside -= 1
+        loads, flops = self.loads.pop()
+        for name, load in loads.items():
+            cost = self.methods[name]
+            self.methods[name] = cost._replace(surplus=cost.surplus + (load - 1) * (self.flops - flops))
+
+    def value(self, node: Node) -> tuple[Any, Cost, dict[str | None, InsideCost]]:
         kept = self.keep()
         if node.kind == "stage":  # as if no other node had kept it: equal calls share the cost
             kept = sum(storage.nbytes() for storage in storages(self.saved).values())
         outside, inside = self.touched
         cost = Cost(self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations)
-        return super().value(node), cost
+        return super().value(node), cost, self.methods
 
-    def write(self, node: Node, value: tuple[Any, Cost]) -> None:
+    def write(self, node: Node, value: tuple[Any, Cost, dict[str | None, InsideCost]]) -> None:
         self.add_plain()
         super().write(node, value[0])
-        frame, cost = checkpoint_frame(), value[1]
+        frame, cost, node.inside = checkpoint_frame(), *value[1:]
         itself = isinstance(node.call, BoundStage) and checkpointed(node.call.stage.module.__dict__.get("forward"))
-        again = itself or frame is not None or (node.kind == "stage" and self.recompute)
+        itself_or_asked = itself or (node.kind == "stage" and self.recompute)
+        again = itself_or_asked or frame is not None
         first = again and (itself or frame is None or frame is not self.region)
-        cost = cost._replace(recomputed=again, restarts=first and node.kind == "stage")
+        cost = cost._replace(recomputed=again, restarts=first and node.kind == "stage", itself=itself_or_asked)
         node.cost = cost._replace(saved=0) if again else cost  # a checkpoint drops what it saves
         node.line, node.module, self.region = line_now(), "" if node.kind == "stage" else place(self.paths), frame
         self.compiled |= dict.fromkeys(compiled())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +50,12 @@ SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # in 
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a plan, of the arguments of `plan`. batch: batch may be sharded to save bytes; permits: the formats
-    in which switches may travel, the exact one first."""
+    """The goal of a plan, of the arguments of `plan`.
+
+    batch: batch may be sharded to save bytes; permits: the formats in which switches may travel, the exact one first;
+    recompute: backward recomputes each stage, even if no checkpoint was there; save_exchanges: what is sent inside of
+    stages is not sent again then.
+    """
 
     size: int
     memory: int | None = None
@@ -62,6 +67,8 @@ class Goal:
     permits: tuple[Wire, ...] = (AS_IT_IS,)
     ways: Ways = STRAIGHT
     overlap: Overlap = None
+    recompute: bool = False
+    save_exchanges: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -123,7 +130,10 @@ def plan_stages(
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     between = [(path, m) for path, m in model.named_modules() if path and id(m) not in staged]
     compiled = [*meter.compiled, *(clean(path) for path, m in between if wraps_compiled(m))]
-    made = replace(made, reads=meter.reads, compiled=compiled)
+    made = replace(
+        made, reads=meter.reads, compiled=compiled, chosen=not any(stage.whole for stage in stages),
+        cut_weights=sum(method.cut for stage in stages for method in stage.inside),
+    )  # fmt: skip
     if not advise:
         return made
     made = replace(made, record=record)
@@ -163,12 +173,15 @@ def recorded(
     """
 
     def run(data: bool) -> tuple[Record, Measure]:
-        options = RecordOptions(Measure, goal.dtype, data, given=goal.given)
+        measure = partial(Measure, methods=methods, recompute=goal.recompute)
+        options = RecordOptions(measure, goal.dtype, data, given=goal.given)
         record, _ = record_forward(model, stages, root, args, kwargs, goal.size, ShardingRules(), options)
         meter: Measure = record.driver.meter  # type: ignore[attr-defined]
         del record.driver  # it holds tensors
         return record, meter
 
+    paths = {id(m): path for path, m in model.named_modules()}
+    methods = [(paths[id(method.module)], method) for stage in stages for method in stage.inside]
     try:
         return run(data=False)
     except (NotationError, GlueError):
@@ -207,8 +220,8 @@ def place_of(error: Exception) -> str:
 
 def printed(record: Record, decision: Decision, goal: Goal, wire: Wire, overlaps: Overlaps) -> Plan:
     """The plan of a record with its decision; wire: the formats in which switches travel."""
-    planned, names, loads = planned_transfers(record), Names(record, decision.bases), Loads(record, decision)
-    routes = routed(record, planned, goal.ways)
+    planned, names = planned_transfers(record, goal.save_exchanges), Names(record, decision.bases)
+    loads, routes = Loads(record, decision), routed(record, planned, goal.ways)
     transfers = [leg for route in routes for leg in route.legs]
     sends = {phase: busiest([t for t in transfers if t.phase == phase], record.n) for phase in PHASES}
     total = {phase: sum(nbytes for nbytes, _ in sent.values()) for phase, sent in sends.items()}

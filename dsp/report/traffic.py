@@ -15,6 +15,7 @@ from dsp.collectives import added_in
 from dsp.core.decide import extents
 from dsp.core.record import Base, InnerCollective, InnerPart, Layout, Node, Offer, Record, Ref, Relayout, replicated
 from dsp.layout import separable
+from dsp.methods import Sent, add_sent
 from dsp.planner import MOVES, fuses
 from dsp.planner import Value as Extents
 from dsp.planner.problem import kind_of
@@ -27,7 +28,8 @@ class Transfer(NamedTuple):
 
     phase: "forward", "backward" or "recompute"; node: the node that makes it, or whose collective it is the adjoint of
     (None: a gradient of the model's inputs); calls: 0 where another part counts the call; sent: bytes of each rank;
-    move: of a switch or gather; pieces: those in which it is made, each directly and in a call of its own.
+    move: of a switch or gather; pieces: those in which it is made, each directly and in a call of its own; inside: a
+    module inside of a stage sends it itself, and its bytes are those of the busiest rank.
     """
 
     phase: str
@@ -37,10 +39,14 @@ class Transfer(NamedTuple):
     sent: tuple[int, ...]
     move: Relayout | None = None
     pieces: int = 1
+    inside: bool = False
 
 
-def planned_transfers(record: Record) -> list[Transfer]:
-    """The transfers of a step with a planned record: all of its outputs that can get a gradient get one."""
+def planned_transfers(record: Record, save_exchanges: bool = False) -> list[Transfer]:
+    """The transfers of a step with a planned record: all of its outputs that can get a gradient get one.
+
+    save_exchanges: a recomputation does not repeat what modules inside of stages send.
+    """
     if record.n == 1:
         return []
     forward = Walk(record, "forward", {}, {})
@@ -50,8 +56,26 @@ def planned_transfers(record: Record) -> list[Transfer]:
         forward.visit(node)
     transfers = [*forward.transfers, *forward.adjoints(), *gradients_of_inputs(record)]
     for region in range(len(record.saved)):
-        transfers += recomputed(record, forward, region)
+        transfers += recomputed(record, forward, region, save_exchanges)
+    for node in record.nodes:
+        transfers += inside_stage(record, node, save_exchanges)
     return transfers
+
+
+def inside_stage(record: Record, node: Node, save_exchanges: bool) -> Iterator[Transfer]:
+    """The transfers of modules inside of a stage, without those that checkpoints around it repeat."""
+    if node.offer is None:
+        return
+    sends, grad = node.offer.inside.sends, any(node.result_grads)
+    again = grad and node.cost.itself and not save_exchanges
+    phases = ("forward", sends.forward), ("backward", sends.backward if grad else {})
+    for phase, sent in (*phases, ("recompute", sends.recompute if again else {})):
+        yield from by_modules(record, phase, node, sent)
+
+
+def by_modules(record: Record, phase: str, node: Node, sent: Sent) -> Iterator[Transfer]:
+    for kind, (nbytes, calls) in sent.items():
+        yield Transfer(phase, node, kind, calls, (nbytes,) * record.n, inside=True)
 
 
 def sent_in(transfers: Iterable[Transfer], phase: str, rank: int) -> tuple[int, int]:
@@ -245,7 +269,7 @@ def transfers_of(phase: str, node: Node, c: InnerCollective, parts: Sequence[Inn
     return [Transfer(phase, node, c.adjoint, c.calls * (k == 0), *each, c.calls) for k, each in enumerate(moves)]
 
 
-def recomputed(record: Record, forward: Walk, region: int) -> list[Transfer]:
+def recomputed(record: Record, forward: Walk, region: int, save_exchanges: bool = False) -> list[Transfer]:
     """The transfers of a checkpoint that backward recomputes: from its first node to the last tensor that it saves.
 
     Copies of tensors from outside exist still; not in a checkpoint inside another one, which recomputes these tensors,
@@ -260,7 +284,18 @@ def recomputed(record: Record, forward: Walk, region: int) -> list[Transfer]:
     for node, place in places:
         if place.before >= record.saved[region]:
             break
-        walk.visit(node, ends=place.after < record.saved[region])
+        ends = place.after < record.saved[region]
+        walk.visit(node, ends=ends)
+        if node.offer is not None and any(node.result_grads):
+            # a stage is recomputed to its end: it saves tensors after it sends; one that is itself a checkpoint, the
+            # last that its region saves, is left at its inputs
+            sends, entered = node.offer.inside.sends, not node.cost.itself or ends
+            sent = [
+                sends.before,
+                sends.after if ends else {},
+                sends.recompute if entered and not save_exchanges else {},
+            ]
+            walk.transfers += by_modules(record, "recompute", node, add_sent(*sent))
     return walk.transfers
 
 

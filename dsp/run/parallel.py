@@ -27,7 +27,7 @@ from dsp.known import stages_of
 from dsp.layout import Axis, Cut
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import observing
-from dsp.overlap.options import Overlap, overlap_of, refuse_overlap
+from dsp.overlap.options import Overlap, kind_of, overlap_of, refuse_overlap
 from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.plan.advice import remedy
 from dsp.plan.events import Trace
@@ -169,11 +169,6 @@ def lying(path: Path, *roots: Any) -> Any:
     if isinstance(it, DTensor):
         return it.shape, it.placements, it.requires_grad
     return (it.at.shape, it.at.cut, it.requires_grad) if isinstance(it, Sharded) else None
-
-
-def kind_of(model: nn.Module) -> torch.dtype:
-    """The dtype in which a model computes: that of its first floating-point parameter."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 @dataclass(eq=False, kw_only=True)

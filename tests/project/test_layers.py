@@ -13,15 +13,15 @@ LAYERS = """
 text private launch lines world notation planner messages formats wire hardware
 tensors compile_off observers exchange legs routes packed collectives pending sent rows deal count gradients
 layout sharded moves ops randomness methods signature stages known pipelines slices calls traits between
-rules core glue overlap report guard plan run parallel house check discovery embedded cluster_check
+rules core glue overlap report guard plan run parallel house check cluster discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions""",
     "plan": """script record recorder events values choices tracing solve program
-        places precision operation names backwards operations without_data measuring rehearsal reads
-        cost overlap traffic advice make choose""",
+        places precision operation names backwards operations measuring rehearsal reads
+        cost overlap traffic advice make""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         notes traffic_check piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
@@ -30,8 +30,9 @@ ROOMS = {
         parallel""",
     "glue": "traffic local sources offers",
     "overlap": "options hidden chunked pieces choice ahead",
-    "report": "quickest traffic legs picture table names cost measure advice plan",
+    "report": "without_data quickest traffic legs picture table names cost measure advice plan",
     "guard": "agreement guards",
+    "cluster": "choose",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid place core ulysses low_rank ring tensor method timing",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from os import environ
 from typing import Any, NamedTuple
 
 import pytest
 from torch import Tensor, nn
 
+from dsp.known import stages_of
 from dsp.layout import Cut
 
 NEW = environ.get("DSP_HOUSE") == "new"
@@ -133,6 +135,86 @@ def planned_bytes(record: Any) -> dict[str, int]:
 
     transfers = planned_transfers(record)
     return {phase: max(sent_in(transfers, phase, rank)[1] for rank in range(record.n)) for phase in PHASES}
+
+
+def planned_forward(
+    model: nn.Module, kwargs: dict[str, Any], *, equal: bool, stages: Any = None, **options: Any
+) -> tuple[Any, ...]:
+    """All that a plan for three ranks is made of. equal: of equal stages, equal calls run once; options: dtype and
+    recompute."""
+    found, root = stages_of(model, stages)
+    if NEW:
+        from dsp.core.decide import decide, names_of
+        from dsp.core.offers import lay_out
+        from dsp.core.recording import RecordOptions, record_forward
+        from dsp.glue.offers import ShardingRules
+        from dsp.report.measure import Measure
+
+        measure = partial(Measure, recompute=options.pop("recompute", False))
+        how = RecordOptions(measure, equal=equal, **options)
+        record, _ = record_forward(model, found, root, (), kwargs, 3, ShardingRules(), how)
+        lay_out(record)
+        problem = decide(record, gather=False).problem
+        names = "kind name cost draws operand_grads result_grads regions module constants writes".split()
+        nodes = [[getattr(node, name) for name in names] for node in record.nodes]
+        return problem, nodes, [*names_of(record, record.nodes).values()], record.draws, record.saved
+    from dsp.plan.rehearsal import trace
+
+    t = trace(model, found, root, (), kwargs, 3, gather_output=False, twins=equal, **options)
+    events = [(e.kind, e.index, e.name, e.memory, e.flops, e.random, e.grad, e.region) for e in t.events]
+    return t.values, t.grads, t.names, t.ops, events, t.inputs, t.random_glue, t.resident
+
+
+def recorded(model: nn.Module, args: Any, *, data: bool) -> Any:
+    """The measured record of a forward on three ranks."""
+    found, root = stages_of(model, None)
+    if NEW:
+        from dsp.core.offers import lay_out
+        from dsp.core.recording import RecordOptions, record_forward
+        from dsp.glue.offers import ShardingRules
+        from dsp.report.measure import Measure
+
+        record, _ = record_forward(model, found, root, args, {}, 3, ShardingRules(), RecordOptions(Measure, data=data))
+        del record.driver  # it holds tensors
+        lay_out(record)
+        return record
+    from dsp.plan.rehearsal import trace
+
+    return trace(model, found, root, args, {}, 3, gather_output=True, real=data).record
+
+
+def edges_of(record: Any) -> Any:
+    """For each node of a record, the memory of its operands, and what says where gradients come from."""
+    if NEW:
+        return [([t.memory for t in n.refs], n.operand_grads, n.result_grads) for n in record.nodes]
+    nodes = [([t.memory for t in n.operands], [t.edge for t in n.operands]) for n in record.nodes]
+    return nodes, record.reached
+
+
+def problem_of(record: Any) -> Any:
+    """The planner's problem of a record."""
+    if NEW:
+        from dsp.core.decide import decide
+
+        return decide(record, gather=True).problem
+    from dsp.plan.operations import Operations
+
+    t = Operations.of(record, {}, gather=True).trace()
+    return t.ops, t.values, t.names
+
+
+def regions_of(record: Any) -> list[int | None]:
+    """The activation checkpoint around each node."""
+    if NEW:
+        return [n.regions[0].region if n.regions else None for n in record.nodes]
+    return [n.region for n in record.nodes]
+
+
+def dims_of_stages(record: Any) -> list[list[str | None]]:
+    """The dims that each stage call can be sharded along."""
+    if NEW:
+        return [[o.name for o in n.call.options] for n in record.nodes if n.kind == "stage"]
+    return [[o.name for o in n.options] for n in record.nodes if hasattr(n, "options")]
 
 
 def warnings_of(model: nn.Module) -> list[str]:

@@ -12,28 +12,17 @@ from torch import Tensor, nn
 
 import dsp
 import zoo
-from dsp.known import stages_of
-from dsp.plan.events import Trace
-from dsp.plan.rehearsal import trace
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints
+from tests.support.houses import planned_forward
 from tests.support.slow import slow, slow_but
 
 C = 8
 
 
-def traced(model: nn.Module, kwargs: dict[str, Any], twins: bool, stages: Any = None, **options: Any) -> Trace:
-    found, root = stages_of(model, stages)
-    return trace(model, found, root, (), kwargs, 3, gather_output=False, twins=twins, **options)
-
-
-def described(t: Trace) -> Any:
-    events = [(e.kind, e.index, e.name, e.memory, e.flops, e.random, e.grad, e.region) for e in t.events]
-    return t.values, t.grads, t.names, t.ops, events, t.inputs, t.random_glue, t.resident
-
-
 def same(model: nn.Module, kwargs: dict[str, Any], **options: Any) -> None:
-    assert described(traced(model, kwargs, True, **options)) == described(traced(model, kwargs, False, **options))
+    one, every = (planned_forward(model, kwargs, equal=equal, **options) for equal in (True, False))
+    assert one == every
 
 
 @pytest.mark.parametrize("name", slow_but([name for name in toys.TOYS if name != "Unplanned"], "Folded", "Loss"))
@@ -186,6 +175,6 @@ def test_a_hooked_stage_is_like_no_other() -> None:
 def test_the_model_itself_is_left_alone() -> None:
     model = Layers(Counted)
     before = {name: dict(m.__dict__) for name, m in model.named_modules()}
-    traced(model, X, True)
+    planned_forward(model, X, equal=True)
     assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
     assert all("forward" not in m.__dict__ for m in model.modules())

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ import dsp
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_local
 from dsp.pending import ahead
-from dsp.run.forward import Run
-from dsp.run.glue import send_ahead
 from dsp.tensors import memory
 from tests.support.beside import beside
+from tests.support.houses import NEW
 from tests.support.toys import Fn
+
+if TYPE_CHECKING or not NEW:
+    from dsp.run.forward import Run
+    from dsp.run.glue import send_ahead
 
 SIZES = [1, 2, 3, 4]
 

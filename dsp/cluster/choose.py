@@ -11,16 +11,13 @@ import torch
 from torch import nn
 
 from dsp.hardware import Estimate, Hardware, clock
+from dsp.house import goal, plan_stages
 from dsp.known import stages_of
-from dsp.overlap import overlap_of
-from dsp.plan.make import quickest
-from dsp.plan.reads import traced
-from dsp.plan.solve import Goal
 from dsp.planner import Infeasible
 from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.text import aligned, human
-from dsp.wire import SAME, permitted
+from dsp.wire import SAME
 
 
 @dataclass(frozen=True)
@@ -115,24 +112,30 @@ def choose(
     if not sizes or any(size < 1 for size in sizes):
         raise ValueError(f"sizes, the numbers of ranks, must be at least 1, got {tuple(sizes)}")
     found, root = stages_of(model, stages)
-    goal = Goal(1, hardware=hardware, permits=permitted(wire), overlap=overlap_of(overlap, hardware))
-    way = Route.of(route)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    named = {s.name: s for s in found}
+    options: dict[str, Any] = {
+        "gather_output": False, "dtype": dtype, "hardware": hardware, "recompute": recompute, "wire": wire,
+        "route": route, "overlap": overlap,
+    }  # fmt: skip
     plans: dict[int, Plan] = {}
     for size in sorted(set(sizes)):
         hardware.axis(size)
-        t = traced(
-            model, found, root, args, kwargs or {}, size, gather_output=False, dtype=dtype, recompute=recompute
-        )  # fmt: skip
-        if resident is not None:
-            t = replace(t, resident=int(resident(size)))
-        now = replace(goal, size=size, ways=way.over(size, hardware))
-        plan = quickest(t, named, now)
-        if plan.peak > hardware.memory:
+
+        def planned(**limit: Any) -> Plan:
+            return plan_stages(model, found, root, args, dict(kwargs or {}), goal(size, **options, **limit))  # noqa: B023
+
+        plan = planned()
+        more = 0 if resident is None else int(resident(size)) - plan.resident
+        if plan.peak + more > hardware.memory:
             with suppress(Infeasible):  # a plan that sends more may need less memory
-                plan = quickest(t, named, replace(now, memory=int(hardware.memory)))
-        plans[size] = plan
+                plan = planned(memory=int(hardware.memory) - more)
+        plans[size] = holding(plan, more)
     fitting = [size for size, plan in plans.items() if plan.peak <= hardware.memory]
     fastest = min(fitting, key=lambda size: plans[size].estimate.step, default=None)
     return Sizing(hardware, plans, min(fitting, default=None), fastest)
+
+
+def holding(plan: Plan, more: int) -> Plan:
+    """The plan of a rank that always holds so many more bytes."""
+    rows = [replace(row, peak=row.peak + more) for row in plan.stages]
+    return replace(plan, stages=rows, peak=plan.peak + more, resident=plan.resident + more)

@@ -1,0 +1,1 @@
+"""The ranks of a cluster: how many of them to use."""
