@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,19 +36,37 @@ def fork(axis: Axis) -> Any:
     return _begin(axis, (drawn + 0x9E3779B97F4A7C15 * (axis.rank + 1)) % 2**63)
 
 
+@contextmanager
+def forked_if_drawn(axis: Axis) -> Iterator[list[bool]]:
+    """The same for code that may draw none; then the default generator stays as it was. Yields a list that says in the
+    end whether it drew some."""
+    before, answer = states(axis), list[bool]()
+    token = fork(axis)
+    begun = states(axis)
+    try:
+        yield answer
+    finally:
+        answer.append(drew(axis, begun))
+        join(token if answer[0] else before)
+
+
 def share(axis: Axis) -> Any:
-    """Begin random numbers that are the same on all ranks, by a seed of rank 0, until `unshare` gets the token."""
+    """Let all ranks draw the numbers that rank 0 would draw alone, until `unshare` gets the token."""
     before = states(axis)
-    drawn = torch.randint(2**62, (1,), device="cuda" if len(before) > 1 else "cpu")
-    dist.broadcast(drawn, group=axis.mesh.get_group(), group_src=0)
-    after = _begin(axis, int(drawn))
-    return axis, before, after, states(axis)
+    packed = torch.cat(before).to(axis.mesh.device_type)
+    dist.broadcast(packed, group=axis.mesh.get_group(), group_src=0)
+    agreed = packed.cpu().split([len(state) for state in before])
+    same = all(map(torch.equal, before, agreed))
+    if not same:
+        join(agreed)
+    return before, same
 
 
 def unshare(token: Any) -> None:
-    """End what `share` began. If nothing was drawn, the default generator is left as it was before."""
-    axis, before, after, begun = token
-    join(after if drew(axis, begun) else before)
+    """End what `share` began: a generator that was as rank 0's goes on behind what was drawn, another as it was."""
+    before, same = token
+    if not same:
+        join(before)
 
 
 def _begin(axis: Axis, value: int) -> tuple[Tensor, ...]:
@@ -70,7 +88,7 @@ def drew(axis: Axis, before: tuple[Tensor, ...]) -> bool:
     return not all(map(torch.equal, states(axis), before))
 
 
-def join(before: tuple[Tensor, ...]) -> None:
+def join(before: Sequence[Tensor]) -> None:
     torch.set_rng_state(before[0])
     for state in before[1:]:
         torch.cuda.set_rng_state(state)

@@ -54,6 +54,9 @@ def decide(
         node.offer = node.offers[pick.execution]
     place(record, nodes, problem, versions.bases, choices, solution)
     record.planned = True
+    drawing = [n for n in nodes if n.kind == "stage" and n.draws is not False]
+    record.draws |= any(n.draws and n.offer is not None and not any(n.offer.needs) for n in drawing)
+    record.stages_draw = bool(drawing)
     return Decision(problem, solution, nodes, choices, versions.bases)
 
 

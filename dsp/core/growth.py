@@ -27,7 +27,8 @@ def grown(record: Record) -> Record:
     new = Record(record.n, record.sizes, record.rules, record.stages)
     copies = NodeCopies(record)
     new.patterns, new.sources, new.no_sources = record.patterns, record.sources, record.no_sources
-    new.sources_recompute, new.compiled, new.draws = record.sources_recompute, record.compiled, record.draws
+    new.sources_recompute, new.compiled = record.sources_recompute, record.compiled
+    new.draws = record.draws or record.drew
     new.replans, new.priced = record.replans + 1, record.priced
     new.memories, new.count, new.longest = None, record.count, record.longest
     for param, ref in record.inputs.items():
@@ -41,6 +42,9 @@ def grown(record: Record) -> Record:
     ran = [node for node in record.nodes if node.results or node.kind != "stage"]  # else it raised an error
     nodes = {node: copies.node(node) for node in sorted(ran, key=lambda node: node.kind == "output")}
     new.nodes = [*nodes.values()]
+    if record.drew and record.planned:  # some stage may have begun to draw
+        for node in new.nodes:
+            node.draws = node.draws or None
     for key, several in record.by_key.items():
         if kept := [nodes[node] for node in several if node in nodes]:
             new.by_key[copies.key(key)] = kept

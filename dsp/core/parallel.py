@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,13 +35,21 @@ from dsp.gradients import covered_exit, waited
 from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import RUNNING
-from dsp.private import AsyncCollectiveTensor, compiler_loaded, forward_level, maybe_current_level, pytree
-from dsp.randomness import share, unshare
+from dsp.private import AsyncCollectiveTensor, _DropoutNd, compiler_loaded, forward_level, maybe_current_level, pytree
+from dsp.randomness import drew, share, states, unshare
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
 from dsp.world import Path, refuse_leaves, unpicklable
 
+log = logging.getLogger("dsp")
+
+LOOK = 256  # calls after which stages are looked at, whether they begin to draw random numbers
+TRAINING, SHARE = attrgetter("training"), attrgetter("p")
+DREW = (
+    "{model} drew random numbers that its plan did not foresee. From the next call on all ranks draw the same between "
+    "stages; in this one ranks with other seeds drew other numbers"
+)
 Pass = Callable[[Record, Decision], Any]  # over the nodes of a record, once each has its decision
 RECORDS = 64  # signatures of inputs whose record is kept
 # the usual types of arguments: in others objects may hide, or a tensor still on its way
@@ -73,11 +83,20 @@ class Parallel:
         """Take the place of the calls of stages."""
         self.records, self.paths, self.running = dict[Any, Record](), list[Path](), 0
         self.leaving = set[Any]()
+        self.cuda = self.axis.mesh.device_type == "cuda"
         self.stage_calls = [StageCall(stage, stage.module) for stage in self.stages]
         self.staged = [stage.module for stage in self.stages]
         self.events = Events()
         for observe in self.observers:
             observe(self, self.events)
+
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        return [*self.model.modules()]
+
+    @cached_property
+    def dropouts(self) -> list[nn.Module]:
+        return [m for m in self.modules if isinstance(m, _DropoutNd)]
 
     @cached_property
     def between(self) -> list[nn.Module]:
@@ -128,7 +147,7 @@ class Parallel:
             if AsyncCollectiveTensor in map(type, leaves):
                 leaves = [waited(t) if isinstance(t, Tensor) else t for t in leaves]
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
-        key = spec, *map(properties, leaves), self.model.training, torch.is_grad_enabled(), autocast(self.axis)
+        key = spec, *map(properties, leaves), self.modes(), torch.is_grad_enabled()
         record = self.record(key, args, kwargs)
         call = ModelCall(args, kwargs, leaves, spec, key, record)
         for ready in self.events.ready:
@@ -137,7 +156,7 @@ class Parallel:
         if record.persistent:
             adopt(record, self.axis, self.model, args, kwargs)
         local_args, local_kwargs = outside.inputs.split(args, kwargs)
-        token = share(self.axis) if record.draws else None  # between stages all ranks draw the same numbers
+        token = self.agree_on_draws(record, outside.runner)
         record.driver, self.running = outside.runner, self.running + 1
         try:
             with watched(record), CompileOff() if record.compiled else UNCHANGED:
@@ -152,8 +171,53 @@ class Parallel:
             record.driver, self.running = outside, self.running - 1
             if record.in_flight:  # the forward raised: torch keeps for good what nobody waits for
                 arrive(record)
-            if token is not None:
-                unshare(token)
+            self.end_draws(record, outside.runner, token)
+
+    def modes(self) -> Any:
+        """The modules in training, the shares that dropouts drop, and the dtype to which functions cast."""
+        device = self.axis.mesh.device_type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return bytes(map(TRAINING, self.modules)), *map(SHARE, self.dropouts), cast
+
+    def agree_on_draws(self, record: Record, runner: Runner) -> Any:
+        """Begin a forward, in which all ranks draw the same random numbers between stages.
+
+        They are those of rank 0. In a forward that is to draw none they are others: then nothing need be sent. One
+        whose stages alone draw leaves the generators as they are.
+        """
+        runner.calls, runner.forks = runner.calls + 1, 0
+        if record.draws or not record.planned:
+            runner.looks = not runner.calls & (runner.calls - 1) or not runner.calls % LOOK
+            return share(self.axis), states(self.axis)
+        before = torch.get_rng_state(), torch.cuda.get_rng_state() if self.cuda else None
+        if not record.stages_draw:
+            torch.default_generator.manual_seed(runner.calls)
+            if self.cuda:
+                torch.cuda.manual_seed(runner.calls)
+        return before, (torch.get_rng_state(), torch.cuda.get_rng_state() if self.cuda else None)
+
+    def end_draws(self, record: Record, runner: Runner, token: Any) -> None:
+        """End what this began, and note random numbers that were not foreseen."""
+        before, begun = token
+        if record.draws or not record.planned:
+            record.drew |= not record.planned and drew(self.axis, begun)
+            unshare(before)
+            return
+        cpu, now = begun[0], torch.get_rng_state()
+        if runner.forks:
+            forks = torch.Generator().set_state(cpu)
+            for _ in range(runner.forks):
+                torch.randint(2**62, (), generator=forks)
+            cpu = forks.get_state()
+        record.drew = not torch.equal(cpu, now) or (self.cuda and not torch.equal(begun[1], torch.cuda.get_rng_state()))
+        if not record.stages_draw:
+            torch.set_rng_state(before[0])
+            if record.drew:
+                torch.rand(())  # so that the next call draws others
+            if self.cuda:
+                torch.cuda.set_rng_state(before[1])
+        elif record.drew and self.axis.rank == 0:
+            log.warning(DREW.format(model=type(self.model).__name__))
 
     def record(self, key: Any, args: Any, kwargs: Any) -> Record:
         """The record for inputs like these, and for what earlier calls left, made in the first call.
@@ -164,7 +228,8 @@ class Parallel:
         full_key = (key, *(layout_at(path, *roots) for path in self.paths))
         record = self.records.get(full_key)
         if record is not None and full_key not in self.leaving:
-            return self.planned_again(full_key, record, args, kwargs) if record.driver.unplanned else record  # type: ignore[attr-defined]
+            grew = record.driver.unplanned or record.drew  # type: ignore[attr-defined]
+            return self.planned_again(full_key, record, args, kwargs) if grew else record
         self.leaving.discard(full_key)
         new, left = self.plan(args, kwargs)
         if record is not None and not new.persistent:
@@ -185,11 +250,14 @@ class Parallel:
         record.driver = Outside(Runner(record, self.rules, self.axis, self.send), inputs, lambda: self.running > 0)
 
     def planned_again(self, key: Any, record: Record, args: Any, kwargs: Any) -> Record:
-        """The record with this key, planned again with the nodes that calls added to it, if that is due."""
+        """The record with this key, planned again with the nodes that calls added to it, if that is due, or with the
+        random numbers that a call drew."""
         if not due(record):
             return record
-        new = grown(record)
-        self.decide(new)
+        new = self.plan(args, kwargs)[0] if record.planned and not record.driver.unplanned else None  # type: ignore[attr-defined]
+        if new is None or not (new.draws or new.stages_draw):
+            new = grown(record)
+            self.decide(new)
         self.lead(new, args, kwargs)
         self.records[key] = new
         return new
@@ -244,12 +312,6 @@ class Parallel:
             else:
                 tensors.append(plain(t))
         return map_tensors(out, tensors)
-
-
-def autocast(axis: Axis) -> torch.dtype | None:
-    """The dtype to which functions cast."""
-    device = axis.mesh.device_type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def refuse_transformed(model: nn.Module) -> None:

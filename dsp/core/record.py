@@ -228,14 +228,15 @@ class Node:
     kind: "stage", "operation", "output", or "plain" (functions of plain tensors, where they were measured); operands: a
     `Ref`, or, of a tensor that no plan shards, its shape; identity: it returned its first operand, unchanged;
     checkpointed: it lies in an activation checkpoint; regions: the places in the checkpoints around it, the outermost
-    first; operand_grads, result_grads: through it these get a gradient from the outputs; draws: random numbers; cost,
-    line, module: what it costs, the line of the user's code, and the path of the module that runs it, where they were
-    measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for each result, the
-    layout to which it is switched as soon as it is made (None: none); writes: the operands that it writes into; kin:
-    the results that share memory with others on one device (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell;
-    loose: it copies only if it must; constants: of a stage, the numbers that it returned beside tensors; stateful: of a
-    stage, it wrote to what its modules keep; like: the node of a plan that this one differs from in numbers alone;
-    inside: the cost of a stage's modules that communicate themselves, by the dim that it is sharded along.
+    first; operand_grads, result_grads: through it these get a gradient from the outputs; draws: random numbers (None:
+    nobody knows); cost, line, module: what it costs, the line of the user's code, and the path of the module that runs
+    it, where they were measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for
+    each result, the layout to which it is switched as soon as it is made (None: none); writes: the operands that it
+    writes into; kin: the results that share memory with others on one device (`dsp.core.writes.kin_of`); kin_unknown:
+    no rank can tell; loose: it copies only if it must; constants: of a stage, the numbers that it returned beside
+    tensors; stateful: of a stage, it wrote to what its modules keep; like: the node of a plan that this one differs
+    from in numbers alone; inside: the cost of a stage's modules that communicate themselves, by the dim that it is
+    sharded along.
     """
 
     kind: str
@@ -251,7 +252,7 @@ class Node:
     regions: tuple[RegionPlace, ...] = ()
     operand_grads: tuple[bool, ...] = ()
     result_grads: tuple[bool, ...] = ()
-    draws: bool = False
+    draws: bool | None = False
     cost: Cost = FREE
     line: str = ""
     module: str = ""
@@ -297,17 +298,18 @@ class Driver(Protocol):
 class Record:
     """The nodes of a forward on `n` ranks, in order. Tensors between stages carry it.
 
-    sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
-    stages: that it may call; patterns: of the inputs that have one; entry: the layout in which each input enters;
+        sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
+        stages: that it may call; patterns: of the inputs that have one; entry: the layout in which each input enters;
     persistent: carriers of earlier calls that it reads, by their paths; by_key: nodes by what identifies them
     (`dsp.core.keys`); planned: the nodes have decisions, made before the first run; draws: something between stages
-    draws random numbers; sources: functions of nodes without an operand that is a `Ref`; sources_recompute: some of
-    them are in a checkpoint; no_sources: keys of calls that are none, because what they make outlives the forward;
-    saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the inputs
-    that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that its switches
-    take, where these are not those of the tensor; replans, strays: how often it was planned again, and how many calls
-    have added nodes since (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor that has not
-    arrived (`dsp.core.carrier.arrive`).
+    draws random numbers, or a stage on replicated tensors; stages_draw: some stage does, or may; drew: a call drew
+    some that were not foreseen; sources: functions of nodes without an operand that is a `Ref`; sources_recompute:
+    some of them are in a checkpoint; no_sources: keys of calls that are none, because what they make outlives the
+    forward; saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads:
+    the inputs that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that
+    its switches take, where these are not those of the tensor; replans, strays: how often it was planned again, and
+    how many calls have added nodes since (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor
+    that has not arrived (`dsp.core.carrier.arrive`).
     """
 
     driver: Driver
@@ -325,7 +327,7 @@ class Record:
         self.count = 0  # of references
         self.longest = 0  # bytes of the longest tensor
         self.long = 0  # bytes of the longest base so far, but for free ones
-        self.planned = self.draws = self.sources_recompute = self.compiled = False
+        self.planned = self.draws = self.drew = self.stages_draw = self.sources_recompute = self.compiled = False
         self.sources: set[Any] = set()
         self.no_sources: set[Any] = set()
         self.saved: list[float] = []

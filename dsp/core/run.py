@@ -7,8 +7,8 @@ There is one way for stages and operations, for planned and unplanned ones. A no
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -40,12 +40,13 @@ from dsp.moves import Part, switch_all
 from dsp.notation import NotationError
 from dsp.observers import RUNNING
 from dsp.private import CONTEXT, backward_pass, saving_hooks
-from dsp.randomness import forked
+from dsp.randomness import drew, forked, forked_if_drawn, states
 from dsp.rules.functions import DENSE
 from dsp.sharded import as_dtensor
 from dsp.stages import Stage
 from dsp.tensors import constants_in, map_tensors, tensors_in, version
 
+UNCHANGED = nullcontext()
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error
 
 
@@ -69,12 +70,14 @@ def at_once(record: Record, parts: list[Part], axis: Axis) -> list[Tensor]:
 class Runner:
     """Leads a forward of one rank past the nodes of its record, and adds those that it does not have.
 
-    send: makes the switches of results of operations.
+    send: makes the switches of results of operations; calls: their number; forks: of random numbers, in this call;
+    looks: it notes in this call which stages draw some.
     """
 
     def __init__(self, record: Record, rules: Rules, axis: Axis, send: Send) -> None:
         self.record, self.rules, self.axis, self.send = record, rules, axis, send
         self.copies, self.prepared = Copies(record, axis), Prepared(record)
+        self.calls, self.forks, self.looks = 0, 0, False
 
     @cached_property
     def added(self) -> Unplanned:
@@ -149,9 +152,10 @@ class Runner:
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
         """Local results as the model sees them, switched where all that reads them wants another layout."""
+        make = carry if node.kind == "stage" else claim  # a module may keep what it returned
         if type(out) is Tensor and node.results and (not node.push or node.push[0] in (None, offer.gives[0])):
             base = None if viewed is None else base_of(viewed)
-            return claim(self.record, out, node.results[0], offer.gives[0], base)
+            return make(self.record, out, node.results[0], offer.gives[0], base)
         tensors = [*map(plain, tensors_in(out))]
         if len(node.results) < len(tensors):
             self.added.results(node, offer, tensors)
@@ -162,7 +166,9 @@ class Runner:
         switched, results = iter(self.switch(node, parts)), list[Tensor]()
         for p, r in zip(parts, node.results):
             moves = p.src is not None and p.src != p.dst
-            results.append(claim(self.record, next(switched) if moves else p.local, r, p.dst if moves else p.src))
+            results.append(
+                claim(self.record, next(switched), r, p.dst) if moves else make(self.record, p.local, r, p.src)
+            )
         return results[0] if isinstance(out, Tensor) else map_tensors(out, one_for_each(tensors, results))
 
     def switch(self, node: Node, parts: Sequence[Part]) -> list[Tensor]:
@@ -194,7 +200,7 @@ class Runner:
         if nested:
             args, kwargs = map_tensors((args, kwargs), map(plain, tensors_in((args, kwargs))))
         RUNNING.set(InStage(node, offer, args, kwargs))
-        with forked(self.axis) if node.draws and sharded(offer) else nullcontext():
+        with self.drawing(node, offer) if node.draws is not False or self.looks else UNCHANGED:
             out = (local or call)(*args, **kwargs)
         RUNNING.set(node)
         for i, before in enumerate(versions):
@@ -207,6 +213,28 @@ class Runner:
         if node.kin:
             relate(node, operands, tensors_in(result))
         return result
+
+    def drawing(self, node: Node, offer: Offer) -> Any:
+        """The context in which a stage draws random numbers: on parts each rank its own."""
+        if not sharded(offer):
+            return UNCHANGED
+        if node.draws:
+            self.forks += 1
+            return forked(self.axis)
+        return self.noting(node)
+
+    @contextmanager
+    def noting(self, node: Node) -> Iterator[None]:
+        """The same, noting whether a stage draws. Some that a plan did not foresee are the same on all ranks."""
+        if node.draws is None:
+            with forked_if_drawn(self.axis) as answer:
+                yield
+            node.draws = answer[0]
+            self.forks += node.draws
+        else:
+            before = states(self.axis)
+            yield
+            node.draws = drew(self.axis, before)
 
     def local_results(
         self, stage: Stage, node: Node, offer: Offer, held: int, out: Any, parts: Sequence[Tensor]

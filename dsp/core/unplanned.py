@@ -55,7 +55,7 @@ class Unplanned:
 
     def stage(self, key: Any, node: Node, operands: Sequence[Tensor]) -> Node:
         """Add a call of a stage."""
-        node.offers = unrecorded_offers(node)
+        node.offers, node.draws = unrecorded_offers(node), None
         return self.add(key, node, operands)
 
     def output(self, k: int, t: Carrier) -> Node:

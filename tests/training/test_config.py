@@ -342,9 +342,7 @@ def test_a_model_that_needs_captions(tmp_path):
     path.write_text(
         "model: {name: stdit, size: test, overrides: {in_channels: 3}}\ndata: {name: video_folder, path: x}"
     )
-    with pytest.raises(
-        UserError, match="needs context, context_mask, fps, height, width, which this data"
-    ):
+    with pytest.raises(UserError, match="needs context, context_mask, fps, height, width, which this data"):
         cfg.create_task(cfg.load([str(path)])).model()
 
 
