@@ -82,7 +82,8 @@ def edge(t: Tensor) -> Edge | None:
     with torch._C.DisableTorchFunction(), torch.enable_grad():
         if not t.requires_grad or t.grad_fn is not None:
             return (t.grad_fn, t.output_nr) if t.grad_fn is not None else None
-        viewed = t.view_as(t).grad_fn  # leads to a leaf's node; a view made under no_grad has none
+        with torch._C._DisableTorchDispatch():  # no operation of a forward that is recorded
+            viewed = t.view_as(t).grad_fn  # leads to a leaf's node; a view made under no_grad has none
         return known(viewed and viewed.next_functions[0])
 
 

@@ -41,7 +41,11 @@ class Regions:
 
 
 class Gradients:
-    """The places of autograd at which the tensors of nodes get their gradients."""
+    """The places of autograd at which the tensors of nodes get their gradients.
+
+    A stage gets views of its operands, which nothing else reads. An operation gets tensors that others read, too: of
+    these a gradient comes through it to those that its results lead to.
+    """
 
     def __init__(self) -> None:
         self.edges: list[tuple[Node, list[Edge | None], list[Edge | None]]] = []
@@ -52,7 +56,25 @@ class Gradients:
     def finish(self, outputs: Sequence[Tensor]) -> set[Edge]:
         """Tell nodes which of their tensors get a gradient from the outputs; return all edges that do."""
         reached = leading_to(map(edge, outputs))
+        made = {e for _, _, results in self.edges for e in results}
         for node, operands, results in self.edges:
-            node.operand_grads = tuple(e in reached for e in operands)
             node.result_grads = tuple(e in reached for e in results)
+            entered = reached if node.kind != "operation" else reached & behind(results, {*operands}, made, reached)
+            node.operand_grads = tuple(e in entered for e in operands)
         return reached
+
+
+def behind(
+    results: Sequence[Edge | None], operands: set[Edge | None], made: set[Edge | None], reached: set[Edge]
+) -> set[Edge]:
+    """The edges of an operation's operands to which a gradient of its results goes on; made: edges of any results."""
+    begin = {e for e in results if e is not None and e in reached}
+    waiting, seen, found = [*begin], set[Edge](), set[Edge]()
+    while waiting:
+        e = waiting.pop()
+        if e in operands:
+            found.add(e)
+        if e not in seen and (e in begin or not (e in made or e in operands)):
+            seen.add(e)
+            waiting += [(node, k) for node, k in e[0].next_functions if node is not None]
+    return found

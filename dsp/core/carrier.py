@@ -24,7 +24,7 @@ from dsp.core.record import Layout, Record, Ref
 from dsp.gradients import covered_exit
 from dsp.moves import gather_local
 from dsp.observers import RUNNING
-from dsp.private import OpOverload
+from dsp.private import FakeTensor, OpOverload
 from dsp.rules.functions import TELLING
 from dsp.tensors import memory, tensors_in, version
 from dsp.traits import traits
@@ -145,9 +145,12 @@ def carry(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | 
 
 def claim(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:
     """The same for a new tensor, to which nothing else refers: in place."""
-    if type(local) is not Tensor:
+    if type(local) is Tensor:
+        local.__class__ = Carrier
+    elif type(local) is FakeTensor:
+        local.__class__ = carrier_of(FakeTensor)
+    else:
         return carry(record, local, ref, cut, base)
-    local.__class__ = Carrier
     local.record, local.ref, local.cut, local.base = record, ref, cut, base  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
 

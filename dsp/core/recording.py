@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dsp.calls import replaced, tensor_args
 from dsp.compile_off import CompileOff
 from dsp.core.backward import Gradients, Regions
-from dsp.core.carrier import Carrier, claim, one_for_each, plain
+from dsp.core.carrier import LOCAL, Carrier, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
 from dsp.core.keys import key_part, node_key
@@ -50,22 +50,29 @@ class Recorder:
         self, record: Record, meter: NodeMeter, persistent: Mapping[Ref, Tensor], state_of: Callable[[Stage], Any]
     ) -> None:  # fmt: skip
         self.record, self.meter, self.persistent, self.state_of = record, meter, persistent, state_of
+        self.seen = SeenOnly()
         self.regions, self.gradients = Regions(), Gradients()
 
     def full(self, t: Tensor) -> Tensor:
         """The tensor of global shape for which a carrier stands."""
-        if isinstance(t, Carrier) and t.ref in self.persistent:
-            return self.persistent[t.ref]
-        return plain(t)
+        return plain(self.operand(t))
+
+    def operand(self, t: Tensor) -> Tensor:
+        """The tensor that an operation gets for a carrier: itself, or the full one that an earlier call left."""
+        return self.persistent.get(t.ref, t) if isinstance(t, Carrier) else t
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         refuse(what, args, kwargs)
         refuse_functions(tensor_args(args, kwargs))
         writes = written_operands(func, what, args, kwargs)
-        before, tensors = self.regions.saved(), [*map(self.full, tensor_args(args, kwargs))]
+        before, tensors = self.regions.saved(), [*map(self.operand, tensor_args(args, kwargs))]
         self.meter.start()
         args_, kwargs_ = replaced(args, kwargs, iter(tensors))
-        return self.note(func, what, args, kwargs, func(*args_, **kwargs_), tensors, before, writes)
+        with (
+            LOCAL()
+        ):  # carriers of tensors without data are such tensors: a view of each would take as long as the call
+            out = func(*args_, **kwargs_)
+        return self.note(func, what, args, kwargs, out, tensors, before, writes)
 
     def note(
         self, func: Any, what: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor] = (),
@@ -102,7 +109,8 @@ class Recorder:
         refuse_functions(operands)
         versions, state = [*map(version, operands)], self.state_of(stage)
         self.meter.start(node)
-        out = call(*args, **kwargs)
+        with self.seen.stage():
+            out = call(*args, **kwargs)
         node.stateful = state != self.state_of(stage)
         self.meter.finish(node)
         results, node.constants = [*map(covered, tensors_in(out))], constants_in(out)
@@ -229,7 +237,7 @@ def record_forward(
         with World(model, *inputs, data=options.data, own=tensors) as world, persistent.entered(world):
             call = carried_inputs(record, signature, args, kwargs, sharded)
             hidden = saved_tensors_hooks(lambda t: t, lambda t: t)  # from a checkpoint around the model
-            with hidden, CompileOff(), any_device(), copies.mode, meter, SeenOnly(), watched(record):
+            with hidden, CompileOff(), any_device(), copies.mode, meter, recorder.seen, watched(record):
                 out = clone.module(*call[0], **call[1])
             refuse_functions(tensors_in(out))
             note_outputs(recorder, root, out, signature.bind(*call)[1])

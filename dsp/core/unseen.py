@@ -6,7 +6,8 @@ op below autograd gets a carrier that no torch function got. The backward of an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,10 +43,21 @@ COLLECTIVES = "torch.distributed.nn.functional"  # autograd.Functions whose back
 class SeenOnly(TorchDispatchMode):
     """Refuses an op that gets a carrier although no torch function did. It is on while a forward is recorded.
 
-    error: the refusal, of which TorchScript makes an error of another kind.
+    error: the refusal, of which TorchScript makes an error of another kind; inside: a stage runs, which gets carriers
+    from autograd alone, for a write into a view of one.
     """
 
     error: GlueError | None = None
+    inside = False
+
+    @contextmanager
+    def stage(self) -> Iterator[None]:
+        """A stage."""
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
@@ -55,7 +67,7 @@ class SeenOnly(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         saved = func is torch.ops.aten.detach.default  # autograd detaches what it saves
-        seen = saved or func.namespace == "prim" or not functions_seen()
+        seen = self.inside or saved or func.namespace == "prim" or not functions_seen()
         if not seen and any(isinstance(t, Carrier) for t in tensors_in((args, kwargs))):
             name = schema_of(func).name.partition("::")[2].strip("_")
             self.error = GlueError((OF_GROUP if func.namespace == "c10d" else UNSEEN).format(name=name))
