@@ -68,9 +68,7 @@ class Recorder:
         before, tensors = self.regions.saved(), [*map(self.operand, tensor_args(args, kwargs))]
         self.meter.start()
         args_, kwargs_ = replaced(args, kwargs, iter(tensors))
-        with (
-            LOCAL()
-        ):  # carriers of tensors without data are such tensors: a view of each would take as long as the call
+        with LOCAL():  # a carrier is such a tensor itself: a view of it would take as long as the call
             out = func(*args_, **kwargs_)
         return self.note(func, what, args, kwargs, out, tensors, before, writes)
 
