@@ -38,7 +38,7 @@ class Copies:
                     self.want(switches, base, dst, (src,))
         for t, need in zip(operands, needs):
             if isinstance(t, Carrier) and t.cut != need:
-                self.want(switches, base_of(t), t.ref.base_cut(need))
+                self.want(switches, base_of(t), base_cut(t.ref, need))
         self.make(switches)
         return [self.part(t, need) for t, need in zip(operands, needs)]
 
@@ -83,7 +83,7 @@ class Copies:
             return t if need is None else self.axis.narrow(t, need)
         if t.cut == need:
             return plain(t)
-        base, cut = base_of(t), t.ref.base_cut(need)
+        base, cut = base_of(t), base_cut(t.ref, need)
         if cut is None and need is not None:  # no cut of the base shows the view so
             return self.axis.narrow(self.part(t, None), need)
         local = self.view(t.ref, cut, plain(base) if cut == base.cut else copies_of(base)[cut])
@@ -96,6 +96,13 @@ class Copies:
         parent = ref.maker.operands[0]
         assert isinstance(parent, Ref)
         return self.record.rules.view(ref.maker, self.axis, parent.cut_under(cut), self.view(parent, cut, local))
+
+
+def base_cut(ref: Ref, cut: Layout) -> Layout:
+    """The cut of its base under which a tensor has `cut`; None if there is none."""
+    if ref.maker is None:  # it is the base
+        return cut if cut in ref.base.cuts else None
+    return ref.base_cut(cut)
 
 
 def has_gradient(t: Tensor) -> bool:

@@ -118,12 +118,16 @@ class Inputs:
         """The arguments with this rank's part of each input; a gradient asked of one is its full, true gradient."""
         args, kwargs = list(args), dict(kwargs)
         for slot, ref, cut in self.entries:
-            x = got(args, kwargs, slot)
+            item = type(slot) is tuple
+            held: Any = args if type(slot) is int else kwargs
+            x = got(args, kwargs, slot) if item else held[slot]
             local, cut = part_of(x, self.axis, cut)
             if ref is not None:
                 local = carry(self.record, local, ref, cut)
-            if local is not x:
+            if local is not x and item:
                 put(args, kwargs, slot, local)
+            elif local is not x:
+                held[slot] = local
         slots: list[tuple[Slot, Any]] = [*enumerate(args), *kwargs.items()]
         for slot, value in slots:
             if type(value) in (list, tuple, dict) and any(t.requires_grad for t in tensors_in(value)):

@@ -159,7 +159,8 @@ class Parallel:
         token = self.agree_on_draws(record, outside.runner)
         record.driver, self.running = outside.runner, self.running + 1
         try:
-            with watched(record), CompileOff() if record.compiled else UNCHANGED:
+            watch = watched(record) if record.sources or not record.planned else UNCHANGED
+            with watch, CompileOff() if record.compiled else UNCHANGED:
                 out = self.forward(*local_args, **local_kwargs)
             if record.in_flight:
                 arrive(record)
@@ -306,7 +307,7 @@ class Parallel:
             node = nodes[0] if nodes else runner.added.output(k, t)
             if self.gather and t.cut is not None:
                 [full] = runner.copies.bring(node, [t], [None])
-                tensors.append(covered_exit(full))
+                tensors.append(covered_exit(full) if full.requires_grad else full)
             elif t.cut is not None:
                 tensors.append(self.axis.wrap(plain(t), t.cut, t.ref.shape, guard=True))
             else:

@@ -5,7 +5,6 @@ They are noted as they run, and take the offer that moves least. The next call i
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,13 +21,6 @@ from dsp.core.writes import kin_on_meta, on_meta, written_operands
 from dsp.layout import Axis, Cut
 from dsp.rules.functions import DENSE
 from dsp.stages import Stage, cut_for
-
-log = logging.getLogger("dsp")
-
-LEFT = (
-    "a forward left its plan: it called {what} on tensors for which the plan has no such call. Layouts were chosen on "
-    "the way; the next call of this kind is planned with it"
-)
 
 
 class Unplanned:
@@ -65,15 +57,8 @@ class Unplanned:
 
     def add(self, key: Any, node: Node, operands: Sequence[Tensor]) -> Node:
         node.offer = least(self.record, node, operands)
-        self.say(node)
-        return self.record.add(key, node)
-
-    def say(self, node: Node) -> None:
-        """Count a node; if it is the first that a plan does not have, say so."""
         self.count += 1
-        if self.record.planned and self.count == 1:
-            what = f"stage {node.name!r}" if node.kind == "stage" else f"{node.name}()"
-            (log.warning if self.axis.rank == 0 else log.info)(LEFT.format(what=what))
+        return self.record.add(key, node)
 
     def follow(self, key: Any, node: Node, func: Any) -> bool:
         """Let a node that differs from a planned one in numbers alone follow its decision, if its rule can."""
@@ -96,7 +81,7 @@ class Unplanned:
             if shapes == [tuple(r.shape) for r in node.like.results]:
                 node.results = node.like.results
                 return
-            self.say(node)
+            self.count += 1
             self.record.nodes.append(node)
         for t, cut, shape in zip(tensors, offer.gives, shapes):
             self.result(node, t, shape, cut)

@@ -13,7 +13,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from dsp.between import unrunnable, without_data_of
-from dsp.calls import GlueError, tensor_args
+from dsp.calls import tensor_args
 from dsp.core.carrier import Carrier
 from dsp.core.record import Record
 from dsp.private import (
@@ -49,7 +49,7 @@ class Watch(TorchFunctionMode):
         if isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if maybe_current_level() is not None:
-            refuse_transforms(args, kwargs)
+            refuse_transforms(traits(func), args, kwargs)
             return func(*args, **kwargs)
         what = traits(func)
         read = args if what.dtype_arg is None else without_data_of(args, what.dtype_arg)
@@ -101,18 +101,14 @@ def refuse(what: Traits, args: Any, kwargs: Any) -> None:
     """Refuse a function that neither a rule nor a gather can make right, and any under a transform of torch.func."""
     if what.name in UNRUNNABLE:
         raise unrunnable(what)
-    refuse_transforms(args, kwargs)
+    refuse_transforms(what, args, kwargs)
 
 
-def refuse_transforms(args: Any, kwargs: Any) -> None:
+def refuse_transforms(what: Traits, args: Any, kwargs: Any) -> None:
     """Refuse a transform of torch.func over a carrier: its functions would get this rank's part as if it were the full
     tensor."""
     for t in tensor_args(args, kwargs) if maybe_current_level() is not None else ():
         while is_functorch_wrapped_tensor(t):
             t = get_unwrapped(t)
         if isinstance(t, Carrier):
-            raise GlueError(
-                "torch.vmap or another transform of torch.func between stages would work on this rank's part of a "
-                f"tensor {[*t.ref.shape]} as if it were the full tensor; do it in a stage, a submodule with a pattern, "
-                "where tensors are local"
-            )
+            raise unrunnable(what)

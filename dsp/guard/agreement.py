@@ -179,10 +179,11 @@ class Agreement:
         # a pending comparison belongs to the original alone
         return Agreement(self.axis, self.positional, copy.deepcopy(self.model, memo))
 
-    def compare(self, call: ModelCall) -> None:
+    def compare(self, call: ModelCall, ahead: bool) -> None:
         """Compare a call, whose record is there; at once if no earlier call had the record, or if it follows no plan.
 
-        Raise RuntimeError on every rank if ranks differ.
+        ahead: `before_switching` will be called before the first collective. Raise RuntimeError on every rank if ranks
+        differ.
         """
         record, new = call.record, call.record not in self.numbers_of
         if new:
@@ -190,7 +191,7 @@ class Agreement:
                 del self.numbers_of[next(iter(self.numbers_of))]
             self.numbers_of[record] = number(call.key)
         way = self.numbers_of[record] + len(record.nodes) + NEW * new
-        self.start(call.leaves, call.spec, way, wait=new or not record.planned or self.device == "cpu")
+        self.start(call.leaves, call.spec, way, wait=new or not record.planned or not ahead)
         if new:
             same_weights(self.axis, self.model)
             if not same(self.axis, plan_key(record)):

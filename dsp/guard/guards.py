@@ -5,15 +5,24 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from dsp.core.observed import Events, Observe, Observed
 from dsp.guard.agreement import Agreement
+from dsp.guard.notes import explain_errors
+from dsp.guard.traffic import TrafficGuard
 
 
-def agree_in_calls(parallel: Observed, events: Events) -> None:
-    """Compare the inputs and the weights of ranks in each call, and plans in the first one for a kind of inputs."""
+def compare_calls(parallel: Observed, events: Events) -> None:
+    """Compare the inputs and the weights of ranks in each call, and plans in the first one for a kind of inputs; and
+    what a call sends with its plan."""
     positional = list(inspect.signature(parallel.forward).parameters)
-    events.ready.append(Agreement(parallel.axis, positional, parallel.model).compare)
+    agreement = Agreement(parallel.axis, positional, parallel.model)
+    counted = not any(stage.around for stage in parallel.stages)  # the plan covers all traffic of a call
+    events.ready.append(partial(agreement.compare, ahead=counted))
+    if counted:
+        before = agreement.finish if agreement.device == "cpu" else lambda: None  # as `Agreement.before_switching`
+        TrafficGuard(parallel.axis, before).attach(events)
 
 
 def refuse_threads(parallel: Observed, events: Events) -> None:
@@ -32,4 +41,4 @@ def refuse_threads(parallel: Observed, events: Events) -> None:
     events.over.append(idle.release)
 
 
-GUARDS: Sequence[Observe] = (refuse_threads, agree_in_calls)
+GUARDS: Sequence[Observe] = (refuse_threads, compare_calls, explain_errors)

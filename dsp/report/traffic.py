@@ -52,6 +52,9 @@ def planned_transfers(record: Record, save_exchanges: bool = False) -> list[Tran
     forward = Walk(record, "forward", {}, {})
     for param, ref in record.inputs.items():
         forward.start(ref, record.entry.get(param))
+    for base in record.bases:
+        if base.persistent:  # an earlier call left it
+            forward.start(base.ref, *base.arrival)
     for node in record.nodes:
         forward.visit(node)
     transfers = [*forward.transfers, *forward.adjoints(), *gradients_of_inputs(record)]

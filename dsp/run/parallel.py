@@ -22,6 +22,7 @@ from dsp.calls import GlueError
 from dsp.core.skeleton import KEPT
 from dsp.gradients import waited
 from dsp.guard.agreement import DIFFER, Agreement, agree, number, same, same_weights
+from dsp.guard.notes import COMPILE, add_note
 from dsp.hardware import Hardware
 from dsp.known import stages_of
 from dsp.layout import Axis, Cut
@@ -61,7 +62,6 @@ from dsp.run.inputs import (
     without_data,
 )
 from dsp.run.lookup import NUMBERS
-from dsp.run.notes import add_note
 from dsp.run.piecewise import PieceCalls, in_pieces
 from dsp.run.runtime import CallEntry, Runtime, counting_writes
 from dsp.run.traffic_check import PlannedCounts, TrafficCheck
@@ -75,11 +75,6 @@ from dsp.world import Path, reached, refuse_leaves, search, value_at
 log = logging.getLogger("dsp")
 
 
-COMPILE = (
-    "torch.compile of a parallelized model, or of several of its stages in one call, does not work. Give "
-    "dsp.parallelize compile=True; or, after dsp.parallelize, compile the forward of each stage by itself, as in "
-    "block.forward = torch.compile(block.forward)"
-)
 UNPLANNED = (
     "{model} runs without a plan, because none could be made of its forward: {why}. Results are right, but "
     "each stage picks its own sharding, and operations on tensors that no stage has sharded run in full on every rank"

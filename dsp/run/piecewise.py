@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dsp.exchange import dense, order_of
 from dsp.gradients import waited
 from dsp.guard.agreement import Agreement
+from dsp.guard.notes import MISFITS, Argument, StageShard, misread, of_a_collective
 from dsp.layout import At, Axis, Cut
 from dsp.methods import Peers
 from dsp.overlap.chunked import ChunkedSwitch
@@ -20,7 +21,6 @@ from dsp.plan.script import PlannedNode, Script, StageStep
 from dsp.planner import piece_sizes
 from dsp.private import compiled_call
 from dsp.run.forward import InStage, Run
-from dsp.run.notes import misread, of_a_collective
 from dsp.run.stage_calls import StageCalls, StageDecision, with_dummy
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.signature import Bound
@@ -60,9 +60,6 @@ class InPieces:
         return pieces.run(self.forward, args, kwargs)
 
 
-MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # errors of a stage that gets unexpected shapes
-
-
 class PieceCalls(StageCalls):
     """The hooks of stages, some of which run piece by piece; `agreement` is checked before the first switch."""
 
@@ -82,8 +79,11 @@ class PieceCalls(StageCalls):
         super().failed(run, inside, error)
         parted = run.script is not None and inside.decision.option.name is not None
         if parted and type(error) in MISFITS and not of_a_collective(error):
-            tensors = [x.tensor for x in inside.given]
-            run.misread = error, misread(inside.stage, inside.decision, inside.place, tensors, error)
+            decision, place, tensors = inside.decision, inside.place, [x.tensor for x in inside.given]
+            slots = zip(decision.slots, decision.patterns, (tuple(t.shape) for t in tensors))
+            arguments = [Argument(*of) for of in slots]
+            shard = StageShard(inside.stage, decision.option.name, place.own, place.size, decision.sizes, arguments)
+            run.misread = error, misread(shard, error)
 
     def derived(self, run: Run, stage: Stage, node: PlannedNode | None, bound: list[Bound]) -> StageDecision:
         found = super().derived(run, stage, node, bound)

@@ -10,48 +10,19 @@ pass, in any thread, and checked when that pass ends.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dsp.guard.traffic import SAID, Counts, difference
 from dsp.observers import Observer
 from dsp.plan.script import Where
 from dsp.private import after_backward, backward_pass
 from dsp.sent import COLLECTIVES
-from dsp.text import human
 
 if TYPE_CHECKING:
     from dsp.plan.script import Script
     from dsp.report.table import Plan
     from dsp.run.forward import Run
-
-RIGHT = "Its results are right"
-SAID = {"forward": "this forward", "backward": "this backward", "recompute": "recomputation in this backward"}
-MISSED = {"forward": "", "backward": ": no gradient came there", "recompute": ": that was not computed again"}
-
-
-@dataclass(eq=False, slots=True)
-class Counts:
-    """One rank's traffic in one phase of a step, sent or planned, in total and by place."""
-
-    bytes: int = 0
-    calls: int = 0
-    entries: list[tuple[Where, str, int, int]] = field(default_factory=list)
-
-    def add(self, where: Where, kind: str, calls: int, nbytes: int) -> None:
-        self.bytes, self.calls = self.bytes + nbytes, self.calls + calls
-        self.entries.append((where, kind, calls, nbytes))
-
-    def on_collective(self, where: Where, name: str, args: tuple[Any, ...]) -> None:
-        for kind, calls, nbytes in COLLECTIVES[name].counted(*args):
-            self.add(where, kind, calls, nbytes)
-
-    def by_place(self) -> dict[Where, Counter[str]]:
-        places: dict[Where, Counter[str]] = {}
-        for where, kind, calls, nbytes in self.entries:
-            places.setdefault(where, Counter()).update({kind: nbytes, "calls": calls})
-        return places
 
 
 class PlannedCounts:
@@ -70,10 +41,7 @@ class PlannedCounts:
         planned = self.phases[phase]
         if (made.bytes, made.calls) == (planned.bytes, planned.calls):
             return ""
-        return (
-            f"{SAID[phase]} sent {human(made.bytes)} in {made.calls} calls where its plan says {human(planned.bytes)} "
-            f"in {planned.calls}: " + (where_it_left or f"{first(phase, made, planned)}. {RIGHT}")
-        )
+        return difference(phase, made, planned, where_it_left, lambda phase, where, kinds: name(where))
 
 
 class TrafficCheck:
@@ -122,7 +90,7 @@ class ForwardObserver(NamedTuple):
 
     def on_collective(self, name: str, args: tuple[Any, ...]) -> None:
         if self.run.in_stage is None:
-            self.counts.on_collective(self.run.where, name, args)
+            add(self.counts, self.run.where, name, args)
 
     def for_backward(self) -> Observer | None:
         return BackwardObserver(self.check, self.run.where) if self.run.in_stage is None else None
@@ -136,20 +104,15 @@ class BackwardObserver(NamedTuple):
 
     def on_collective(self, name: str, args: tuple[Any, ...]) -> None:
         if (counts := self.check.running()) is not None:
-            counts["backward"].on_collective(self.where, name, args)
+            add(counts["backward"], self.where, name, args)
 
     def for_backward(self) -> Observer | None:
         return self
 
 
-def first(phase: str, made: Counts, planned: Counts) -> str:
-    """The first place where sent and planned traffic differ, as a sentence."""
-    was, meant = made.by_place(), planned.by_place()
-    for where in dict.fromkeys((*was, *meant)):
-        if was.get(where) != meant.get(where):
-            why = MISSED[phase] if where not in was else ""
-            return f"at {name(where)} {shown(was.get(where))} instead of {shown(meant.get(where))}{why}"
-    return "the same in other places"
+def add(counts: Counts, where: Where, name: str, args: tuple[Any, ...]) -> None:
+    for kind, calls, nbytes in COLLECTIVES[name].counted(*args):
+        counts.add(where, kind, calls, nbytes)
 
 
 def where_it_left(script: Script, run: Run) -> str:
@@ -163,8 +126,3 @@ def where_it_left(script: Script, run: Run) -> str:
 def name(where: Where) -> str:
     kind, _, own = where
     return {"stage": f"stage {own!r}", "glue": f"{own}()", "output": "the output", "input": own}[kind]
-
-
-def shown(sent: Counter[str] | None) -> str:
-    kinds = [f"a {kind} of {human(nbytes)}" for kind, nbytes in (sent or {}).items() if kind != "calls"]
-    return " and ".join(kinds) or "nothing"

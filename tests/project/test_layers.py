@@ -23,7 +23,7 @@ ROOMS = {
         places precision operation names backwards operations measuring rehearsal reads
         cost overlap traffic advice make""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
-        notes traffic_check piecewise recipes follow gradient_hooks functions
+        traffic_check piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
     "core": """meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers checkpoints
         inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement decide observed
@@ -31,7 +31,7 @@ ROOMS = {
     "glue": "traffic local sources offers",
     "overlap": "options hidden chunked pieces choice ahead",
     "report": "without_data quickest traffic legs picture table names cost measure advice plan",
-    "guard": "agreement guards",
+    "guard": "agreement traffic notes guards",
     "cluster": "choose",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",

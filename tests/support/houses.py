@@ -217,6 +217,18 @@ def dims_of_stages(record: Any) -> list[list[str | None]]:
     return [[o.name for o in n.options] for n in record.nodes if hasattr(n, "options")]
 
 
+def promised(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Bytes and calls of this rank by phase, as planned for the first inputs that a parallel model ran on."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    if NEW:
+        from dsp.report.traffic import PHASES, planned_transfers, sent_in
+
+        transfers, rank = planned_transfers(next(iter(runtime.records.values()))), runtime.axis.rank
+        return {phase: sent_in(transfers, phase, rank)[::-1] for phase in PHASES}
+    counts = next(iter(runtime.entries.values())).plan.script.planned_counts
+    return {phase: (t.bytes, t.calls) for phase, t in counts.phases.items()}
+
+
 def warnings_of(model: nn.Module) -> list[str]:
     """The warnings that a model sends other than its plan."""
     runtime: Any = model.forward.__self__  # type: ignore[union-attr]
