@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +18,7 @@ from dsp.layout import Axis
 from dsp.notation import StagePattern
 from dsp.overlap.ahead import send_ahead
 from dsp.overlap.choice import CutStages
-from dsp.overlap.options import Overlap, overlap_of, refuse_overlap
+from dsp.overlap.options import Overlap, kind_of, overlap_of, refuse_overlap
 from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.report.measure import Measure
 from dsp.routes import Route
@@ -77,7 +76,7 @@ def parallelize(
         agree(axis, model, {**given, "overlap": repr(overlap)})
     declarations = stages_of(model, stages)
     if axis.size > 1:
-        install(model, axis, *declarations, gather_output, overlap_of(overlap, mesh=mesh, dtype=dtype_of(model)))
+        install(model, axis, *declarations, gather_output, overlap_of(overlap, mesh=mesh, dtype=kind_of(model)))
     return model
 
 
@@ -89,8 +88,3 @@ def install(
     passes = () if overlap is None else (CutStages(overlap, axis.wire),)
     options = RecordOptions(Measure) if isinstance(overlap, Hardware) else PLAIN
     Parallel(model, axis, stages, root, gather_output, ShardingRules(), GUARDS, passes, options, send_ahead)
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype in which a model computes: that of its first floating-point parameter."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dsp.calls import GlueError
-from dsp.core.carrier import Carrier, carry, plain
+from dsp.core.carrier import Carrier, carry, numbers, plain
 from dsp.gradients import NoView
 from dsp.private import backward_hooks_of, compiled_call, hooks_of, pytree, set_compiled_call
 
@@ -20,7 +20,7 @@ def unwrap(value: Any) -> tuple[Any, list[Any]]:
     """
     leaves, spec = pytree.tree_flatten(value)
     carried = [t if isinstance(t, Carrier) else None for t in leaves]
-    parts = [t if c is None else NoView.apply(plain(c)) for t, c in zip(leaves, carried)]
+    parts = [t if c is None else NoView.apply(numbers(c)) for t, c in zip(leaves, carried)]
     return pytree.tree_unflatten(parts, spec), carried
 
 

@@ -69,6 +69,7 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tenso
     models = [*map(model_of, tensor_args(args, kwargs))]
     try:
         args, kwargs = replaced(args, kwargs, iter(models))
+        args = [dict(v) if type(v) is dict else v for v in args]  # a memo of copies gets none of these
         return models, tensors_in(func(*args, **kwargs))
     except Exception:
         return None

@@ -8,17 +8,19 @@ from dsp.core.record import Record
 from dsp.layout import Axis
 from dsp.moves import Part, switch_all
 from dsp.pending import ahead
-from dsp.private import saving_hooks
+from dsp.private import _get_current_dispatch_mode, saving_hooks
 from dsp.tensors import memory
 
 
 def send_ahead(record: Record, parts: list[Part], axis: Axis) -> list[Tensor]:
     """Make switches of a forward, ahead if they may run while the forward goes on.
 
-    Inside a checkpoint they may not: its recomputation may end before they arrive. Small tensors share a call at once.
+    Inside a checkpoint they may not: its recomputation may end before they arrive; nor where a mode looks at numbers.
+    Small tensors share a call at once.
     """
     simple = all(p.simple and not p.small(axis.size) for p in parts)
-    if record.compiled or saving_hooks(False) is not None or not simple:
+    looked_at = saving_hooks(False) is not None or _get_current_dispatch_mode() is not None
+    if record.compiled or looked_at or not simple:
         return switch_all(parts, axis)
     return [launch(record, part, axis) for part in parts]
 

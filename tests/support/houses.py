@@ -248,3 +248,34 @@ def overlap_by(model: nn.Module) -> str:
     """The hardware or the number of pieces by which a parallel model cuts stages."""
     runtime: Any = model.forward.__self__  # type: ignore[union-attr]
     return repr(next(p.overlap for p in runtime.passes if hasattr(p, "overlap")) if NEW else runtime.overlap)
+
+
+# the function that sends a tensor ahead; its first argument knows what is in flight
+LAUNCH = "dsp.overlap.ahead.launch" if NEW else "dsp.run.glue.send_ahead"
+# the modules that ask whether a tensor is so small that its switch shares a call
+ASK = "dsp.core.placement dsp.report.traffic" if NEW else "dsp.plan.program dsp.plan.traffic"
+ASK_FOR_SIZE = ("dsp.moves", *ASK.split())
+
+
+def in_flight(holder: Any) -> dict[Any, Any]:
+    """By memory, the waits for tensors of a forward that are in flight."""
+    return holder.in_flight if NEW else holder.coming
+
+
+def plan_text(model: nn.Module) -> str:
+    """The table of the plan that the first inputs of a parallel model have now."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    if not NEW:
+        return next(iter(runtime.entries.values())).plan.text()
+    from dsp.core.decide import decide
+    from dsp.core.growth import grown
+    from dsp.core.offers import lay_out
+    from dsp.overlap.choice import Overlaps
+    from dsp.report.plan import Goal, printed
+
+    record = grown(next(iter(runtime.records.values())))
+    lay_out(record)
+    decision, wire = decide(record, runtime.gather), runtime.axis.wire
+    overlap = next((p.overlap for p in runtime.passes if hasattr(p, "overlap")), None)
+    goal = Goal(record.n, gather_output=runtime.gather)
+    return printed(record, decision, goal, wire, Overlaps(record, decision, overlap, wire)).text()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +23,8 @@ from dsp.moves import Part, switch_local
 from dsp.pending import ahead
 from dsp.tensors import memory
 from tests.support.beside import beside
-from tests.support.houses import NEW
+from tests.support.houses import ASK_FOR_SIZE, LAUNCH, in_flight
 from tests.support.toys import Fn
-
-if TYPE_CHECKING or not NEW:
-    from dsp.run.forward import Run
-    from dsp.run.glue import send_ahead
 
 SIZES = [1, 2, 3, 4]
 
@@ -117,34 +115,37 @@ TOUCHES: dict[str, Callable[[Attention, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+Launch = Callable[..., Tensor]
+
+
 @contextmanager
-def all_large(launch: Callable[[Run, Part], Tensor]) -> Iterator[None]:
+def all_large(launch: Launch) -> Iterator[None]:
     """No tensor counts as so small that it shares a call; `launch` in the place of what launches a switch."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("dsp.moves", "dsp.plan.program", "dsp.plan.traffic"):
+        for module in ASK_FOR_SIZE:
             patch.setattr(import_module(module), "fuses", lambda nbytes, n: False)
-        patch.setattr("dsp.run.glue.send_ahead", launch)
+        patch.setattr(LAUNCH, launch)
         yield
 
 
-def late(run: Run, part: Part, under_way: list[int], launch: Callable[[Run, Part], Tensor]) -> Tensor:
+def late(under_way: list[int], launch: Launch, *call: Any) -> Tensor:
     """A switch that surely comes late: until it is waited for there are no numbers."""
-    made = launch(run, part)
+    made, coming = launch(*call), in_flight(call[0])
     with torch._C.DisableTorchFunction():
         room = made.data
-        run.coming.pop(memory(made))()
+        coming.pop(memory(made))()
         came = room.clone()
         room.fill_(torch.nan)
-    run.coming[memory(made)] = lambda: room.copy_(came)
-    under_way.append(len(run.coming))
+    coming[memory(made)] = lambda: room.copy_(came)
+    under_way.append(len(coming))
     return made
 
 
 @pytest.mark.parametrize("name", TOUCHES)
 def test_nothing_is_read_before_its_all_to_all_arrives(mesh: DeviceMesh, name: str) -> None:
     single, x = Attention(TOUCHES[name]), torch.randn(1, 7, 8, dtype=torch.float64)
-    under_way, launch = list[int](), send_ahead
-    with all_large(lambda run, part: late(run, part, under_way, launch)):
+    under_way = list[int]()
+    with all_large(partial(late, under_way, pkgutil.resolve_name(LAUNCH))):
         model = dsp.parallelize(copy.deepcopy(single), mesh)
         beside(single, model, mesh, (x,), rounds=2)
         with torch.no_grad():
@@ -165,12 +166,12 @@ def stop(model: Attention, v: Tensor) -> Tensor:
 
 def test_a_forward_that_raises_has_waited_for_what_was_under_way(mesh: DeviceMesh) -> None:
     """torch keeps for good what nobody waits for."""
-    runs, launch, model = list[Run](), send_ahead, Attention(stop)
-    with all_large(lambda run, part: runs.append(run) or launch(run, part)):
+    runs, launch, model = list[Any](), pkgutil.resolve_name(LAUNCH), Attention(stop)
+    with all_large(lambda *call: runs.append(call[0]) or launch(*call)):
         dsp.parallelize(model, mesh)
         for model.stops in (False, False, True):
             runs.clear()
             with pytest.raises(Stop) if model.stops else nullcontext():
                 model(torch.randn(1, 7, 8, dtype=torch.float64))
         assert len(runs) == 1  # v alone was made
-        assert not runs[0].coming
+        assert not in_flight(runs[0])

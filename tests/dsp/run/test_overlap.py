@@ -26,7 +26,7 @@ from dsp.overlap.hidden import EXCHANGE
 from dsp.report.table import Plan
 from dsp.wire import AS_IT_IS
 from tests.support.beside import averaged, beside, unsharded
-from tests.support.houses import decisions, overlap_by
+from tests.support.houses import decisions, overlap_by, plan_text
 from tests.support.loopback import TOLERANCE, measured
 from tests.support.refusals import refused
 from tests.support.runs import Heard
@@ -626,7 +626,7 @@ def branches(mesh: DeviceMesh) -> str:
     single = Branches().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=2)
     beside(single, model, mesh, of_grid(1, 6, 6), rounds=3)
-    return next(iter(model.forward.__self__.entries.values())).plan.text()
+    return plan_text(model)
 
 
 def test_a_forward_that_reads_its_data_is_left_alone(ranks) -> None:
