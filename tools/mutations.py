@@ -561,7 +561,7 @@ FAULTS = [
     ),
     Fault(
         "ranks may be told different things",
-        "dsp/run/agreement.py",
+        "dsp/guard/agreement.py",
         "    if same(axis, sorted(facts.items())):",
         "    if True:",
         "dsp/run/test_host",
