@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from dsp.core.record import Node, RegionPlace
-from dsp.private import checkpoint_frame, checkpoint_frames, saved_in
+from dsp.core.record import Node, Ref, RegionPlace
+from dsp.private import base_of, checkpoint_frame, checkpoint_frames, saved_in
 from dsp.tensors import Edge, edge, leading_to
 
 
@@ -40,6 +40,18 @@ class Regions:
         return [saved_in(frame) if frame.early_stop else math.inf for frame in self.frames]
 
 
+def edges_into(tensors: Sequence[Tensor], in_place: bool) -> list[Edge | None]:
+    """The edges to which the gradients of an operation's operands go, just before it runs.
+
+    Of a view that is written in place it is that of its base, where autograd notes the write; and just after it that of
+    the result.
+    """
+    edges = [*map(edge, tensors)]
+    if in_place and (base := base_of(tensors[0])) is not None:
+        edges[0] = edge(base)
+    return edges
+
+
 class Gradients:
     """The places of autograd at which the tensors of nodes get their gradients.
 
@@ -50,15 +62,25 @@ class Gradients:
     def __init__(self) -> None:
         self.edges: list[tuple[Node, list[Edge | None], list[Edge | None]]] = []
 
-    def note(self, node: Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        self.edges.append((node, [*map(edge, operands)], [*map(edge, results)]))
+    def note(self, node: Node, operands: Iterable[Edge | None], results: Iterable[Edge | None] = ()) -> None:
+        self.edges.append((node, [*operands], [*results]))
 
     def finish(self, outputs: Sequence[Tensor]) -> set[Edge]:
-        """Tell nodes which of their tensors get a gradient from the outputs; return all edges that do."""
+        """Tell nodes which of their tensors get a gradient from the outputs; return all edges that do.
+
+        A write in place replaces the edge of a view that it wrote into: what reads the view later has the new one.
+        """
         reached = leading_to(map(edge, outputs))
         made = {e for _, _, results in self.edges for e in results}
+        written = {t for node, *_ in self.edges if node.in_place for t in node.operands[:1] if isinstance(t, Ref)}
+        pairs = (pair for node, operands, _ in self.edges for pair in zip(node.operands, operands))
+        read = {t for t, e in pairs if e in reached and t in written}
         for node, operands, results in self.edges:
-            node.result_grads = tuple(e in reached for e in results)
+            refs: list[Ref | None] = [*node.results] or [None] * len(results)
+            node.result_grads = tuple(e in reached or r in read for r, e in zip(refs, results))
+            if any(r in read for r in node.results):
+                node.operand_grads = tuple(e is not None for e in operands)
+                continue
             entered = reached if node.kind != "operation" else reached & behind(results, {*operands}, made, reached)
             node.operand_grads = tuple(e in entered for e in operands)
         return reached

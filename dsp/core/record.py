@@ -305,7 +305,8 @@ class Record:
     draws random numbers, or a stage on replicated tensors; stages_draw: some stage does, or may; drew: a call drew
     some that were not foreseen; sources: functions of nodes without an operand that is a `Ref`; sources_recompute:
     some of them are in a checkpoint; no_sources: keys of calls that are none, because what they make outlives the
-    forward; saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads:
+    forward; filled: of calls that made plain tensors of one number, into which something is written: they are sources,
+    however short; saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads:
     the inputs that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that
     its switches take, where these are not those of the tensor; replans, strays: how often it was planned again, and
     how many calls have added nodes since (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor
@@ -330,6 +331,7 @@ class Record:
         self.planned = self.draws = self.drew = self.stages_draw = self.sources_recompute = self.compiled = False
         self.sources: set[Any] = set()
         self.no_sources: set[Any] = set()
+        self.filled: set[Any] = set()
         self.saved: list[float] = []
         self.input_grads: dict[str, Ref] = {}
         self.priced: Callable[[Value], Value] = lambda value: value

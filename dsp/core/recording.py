@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dsp.calls import replaced, tensor_args
 from dsp.compile_off import CompileOff
-from dsp.core.backward import Gradients, Regions
+from dsp.core.backward import Gradients, Regions, edges_into
 from dsp.core.carrier import LOCAL, Carrier, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
@@ -33,7 +33,7 @@ from dsp.private import FLEX, any_device, compiled_callers, fake_tensor, forget_
 from dsp.rules.functions import DENSE
 from dsp.signature import Bound, sizes_of_root
 from dsp.stages import Stage
-from dsp.tensors import constants_in, edge, map_tensors, remade, tensors_in, version
+from dsp.tensors import Edge, constants_in, edge, map_tensors, memory, remade, tensors_in, version
 from dsp.world import Path, World
 
 
@@ -51,6 +51,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         self.record, self.meter, self.persistent, self.state_of = record, meter, persistent, state_of
         self.seen = SeenOnly()
+        self.fills = dict[Any, Any]()  # by memory, the keys of calls that made plain tensors of one number
         self.regions, self.gradients = Regions(), Gradients()
 
     def full(self, t: Tensor) -> Tensor:
@@ -66,17 +67,21 @@ class Recorder:
         refuse_functions(tensor_args(args, kwargs))
         writes = written_operands(func, what, args, kwargs)
         before, tensors = self.regions.saved(), [*map(self.operand, tensor_args(args, kwargs))]
+        if what.in_place and (fill := self.fills.get(memory(tensors[0]))) is not None:
+            self.record.filled.add(fill)
+        edges = edges_into(tensors, what.in_place)
         self.meter.start()
         args_, kwargs_ = replaced(args, kwargs, iter(tensors))
         with LOCAL():  # a carrier is such a tensor itself: a view of it would take as long as the call
             out = func(*args_, **kwargs_)
-        return self.note(func, what, args, kwargs, out, tensors, before, writes)
+        return self.note(func, what, args, kwargs, out, tensors, before, writes, edges)
 
     def note(
         self, func: Any, what: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor] = (),
-        before: Sequence[tuple[int, int]] = (), writes: tuple[int, ...] = (),
+        before: Sequence[tuple[int, int]] = (), writes: tuple[int, ...] = (), edges: Sequence[Edge | None] = (),
     ) -> Any:  # fmt: skip
-        """Add the node of an operation that returned `out`, from these tensors; writes: those that it wrote into."""
+        """Add the node of an operation that returned `out`, from these tensors; writes: those that it wrote into;
+        edges: to which their gradients go."""
         record = self.record
         record.compiled |= any(getattr(f, "__module__", "") != FLEX for f in compiled_callers())
         operands = tensor_args(args, kwargs)
@@ -90,7 +95,7 @@ class Recorder:
         node.identity = len(results) == 1 and any(out is t for t in tensors[:1]) and not writes
         record.add(node_key(func, what.name, args, kwargs), node)
         node.regions = self.regions.places(before)
-        self.gradients.note(node, tensors, results)
+        self.gradients.note(node, edges, edges_into(tensors[:1], True) if what.in_place else map(edge, results))
         if node.identity or what.in_place:
             return out if out is None else operands[0]
         node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
@@ -106,6 +111,7 @@ class Recorder:
         operands, read = [b.tensor for b in bound], dict(zip(map(id, carried), tensors))
         refuse_functions(operands)
         versions, state = [*map(version, operands)], self.state_of(stage)
+        edges = [edge(read[id(t)]) for t in (*operands, *nested)]
         self.meter.start(node)
         with self.seen.stage():
             out = call(*args, **kwargs)
@@ -116,7 +122,7 @@ class Recorder:
         node.writes = tuple(i for i, t in enumerate(operands) if version(t) != versions[i])
         record.add((stage.name, tuple(key_part(t) for t in operands)), node)
         node.regions = self.regions.places(before)
-        self.gradients.note(node, [read[id(t)] for t in (*operands, *nested)], results)
+        self.gradients.note(node, edges, map(edge, results))
         return self.carried(node, map_tensors(out, results))
 
     def carried(self, node: Node, out: Any) -> Any:
@@ -131,14 +137,15 @@ class RecordOptions(NamedTuple):
 
     meter: makes the observer of the record's nodes, from the record, the module that runs, and the tensors that exist;
     dtype: of floating-point tensors, by default their own; data: it runs on copies of tensors, not on tensors without
-    data; no_sources: keys of calls that are no sources; equal: of equal stages, equal calls run once; given: the cuts
-    of inputs that will arrive sharded, by parameter.
+    data; no_sources: keys of calls that are no sources; filled: of those that are, however short (`Record.filled`);
+    equal: of equal stages, equal calls run once; given: the cuts of inputs that will arrive sharded, by parameter.
     """
 
     meter: Callable[[Record, nn.Module, Iterable[Tensor]], NodeMeter] = lambda *_: NodeMeter()
     dtype: torch.dtype | None = None
     data: bool = False
     no_sources: frozenset[Any] = frozenset()
+    filled: frozenset[Any] = frozenset()
     equal: bool = True
     given: Mapping[str, Cut] = MappingProxyType({})
 
@@ -226,6 +233,7 @@ def record_forward(
     args, kwargs = remade((tuple(args), dict(kwargs)), copies.of)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules, stages)
     record.no_sources |= options.no_sources
+    record.filled |= options.filled
     persistent = PersistentTensors(record, copies.full, clone.module, args, kwargs)
     meter = options.meter(record, clone.module, copies.by_id.values())
     recorder = record.driver = Recorder(record, meter, persistent.tensors, clone.state_of)
@@ -246,6 +254,9 @@ def record_forward(
         copies.end()
     if more := made_of_sources(record, outliving) - options.no_sources:
         options = options._replace(no_sources=options.no_sources | more)
+        return record_forward(model, stages, root, *inputs, n, rules, options)
+    if not record.filled <= options.filled | options.no_sources:
+        options = options._replace(filled=options.filled | record.filled)
         return record_forward(model, stages, root, *inputs, n, rules, options)
     if clone.before != clone.state():
         return record_forward(model, stages, root, *inputs, n, rules, options._replace(equal=False))
@@ -274,7 +285,7 @@ def note_outputs(recorder: Recorder, root: StagePattern | None, out: Any, bound:
     for k, t in enumerate(tensors):
         if isinstance(t, Carrier):
             node = record.add(("output", k, t.ref), Node("output", "output", [t.ref]))
-            recorder.gradients.note(node, [t], [])
+            recorder.gradients.note(node, [edge(t)])
     reached, record.saved = recorder.gradients.finish(tensors), recorder.regions.totals()
     record.input_grads = {
         b.param: Ref(b.tensor.shape, dtype=b.tensor.dtype) for b in bound if edge(b.tensor) in reached

@@ -24,22 +24,22 @@ from dsp.rules.functions import draws
 from dsp.tensors import map_tensors, tensors_in
 
 
-def frame_of(node: Node, cuts: Any, n: int) -> Frame:
-    """The call of a node as a rule reads it, with its operands in the given cuts."""
+def frame_of(node: Node, cuts: Any, n: int, apart: bool = False) -> Frame:
+    """The call of a node as a rule reads it, with its operands in the given cuts; apart: see `Frame`."""
     assert isinstance(node.call, Operation)
     operands = iter([Operand(tuple(t.shape), c) for t, c in zip(node.operands, cuts)])
-    return Frame(node.name, *replaced(node.call.args, node.call.kwargs, operands), n, func=node.call.func)
+    return Frame(node.name, *replaced(node.call.args, node.call.kwargs, operands), n, func=node.call.func, apart=apart)
 
 
 class LocalRule:
-    """Makes the function of an offer: `needs` are the cuts of the node's operands."""
+    """Makes the function of an offer: `needs` are the cuts of the node's operands; apart: see `Frame`."""
 
-    def __init__(self, node: Node, needs: tuple[Layout, ...]) -> None:
-        self.node, self.needs = node, needs
+    def __init__(self, node: Node, needs: tuple[Layout, ...], apart: bool = False) -> None:
+        self.node, self.needs, self.apart = node, needs, apart
 
     def __call__(self, axis: Axis, func: Any, args: Any, kwargs: Any) -> Callable[[list[Tensor]], Any]:
         operands = [Operand(tuple(t.shape), c) for t, c in zip(self.node.operands, self.needs)]
-        frame = Frame(self.node.name, *replaced(args, kwargs, iter(operands)), axis.size, axis.rank, func)
+        frame = Frame(self.node.name, *replaced(args, kwargs, iter(operands)), axis.size, axis.rank, func, self.apart)
         return OnParts(axis, frame, operands, self.needs)
 
 

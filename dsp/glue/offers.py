@@ -24,6 +24,7 @@ from dsp.rules import Frame, Outcome
 from dsp.rules.functions import PRODUCTS, draws
 
 SHORT = 8  # a tensor counts as short if it is this many times shorter than a rank's share of the longest of all
+JOINS = frozenset({"cat", "concat", "concatenate"})
 COMBINATIONS = 256  # of layouts to try; if there are more, only those in which one dim is cut everywhere
 
 
@@ -122,6 +123,8 @@ class Combinations:
                 continue
             if any(combination):
                 self.attempt(layout)
+                if node.name in JOINS:
+                    self.attempt(layout, apart=True)
             elif all(v.replicable for v in node.bases):
                 self.offers.append(replicated(node, len(node.results)))
 
@@ -136,28 +139,29 @@ class Combinations:
             found.append([*cuts, *([None] if v.replicable or small or not only_small else [])])
         return found
 
-    def attempt(self, layout: Mapping[Base, Layout]) -> None:
-        """Ask the rule for one combination."""
+    def attempt(self, layout: Mapping[Base, Layout], apart: bool = False) -> None:
+        """Ask the rule for one combination; apart: tensors joined along their cut stay sharded one by one."""
         node, n = self.node, self.record.n
         needs = tuple(t.cut_under(layout[t.base]) if isinstance(t, Ref) else None for t in node.operands)
-        frame = frame_of(node, needs, n)
+        frame = frame_of(node, needs, n, apart)
         try:
             outcome = frame.outcome()
         except GlueError as error:
-            self.refusal, self.views = (
-                self.refusal or error.with_traceback(None),
-                False,
-            )  # no frames, which hold tensors
+            if not apart:  # without frames, which hold tensors
+                self.refusal, self.views = self.refusal or error.with_traceback(None), False
             return
+        if apart and (outcome.cut is None or not outcome.cut.joined):
+            return  # as without
         inner = inner_collectives(node, needs, outcome, n)
         cut = outcome.cut
         self.views &= cut is not None and outcome.view
         batch = cut is not None and self.is_batch(cut, layout)
-        self.passes |= cut is not None and not (inner or batch or cut.joined)
+        joined = any(c is not None and c.joined for c in (cut, *needs))
+        self.passes |= cut is not None and not (inner or batch or joined)
         results = len(node.results) or MOST
         sizes = outcome.sizes or (outcome.size,) * results
         unchanged = runs_unchanged(frame, outcome) and all(last_parts(needs, node, n))
-        local = None if unchanged else LocalRule(node, needs)
+        local = None if unchanged else LocalRule(node, needs, apart)
         self.offers.append(Offer(needs, (cut,) * results, sizes, inner, batch, local))
 
     def is_batch(self, cut: Cut, layout: Mapping[Base, Layout]) -> bool:

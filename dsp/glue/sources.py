@@ -22,6 +22,7 @@ from dsp.layout import Axis, Cut
 from dsp.private import checkpoint_frame
 from dsp.rules import Frame, localize_source, source_cuts
 from dsp.rules.functions import PRODUCTS
+from dsp.tensors import memory
 from dsp.traits import FILLED, SOURCES, grows
 
 
@@ -38,7 +39,10 @@ class SourceWatch(Watch):
         driver.meter.start()
         out = func(*args, **kwargs)
         if not recorded:
-            if not is_source(what.name, tensors, out) or record.n * out.nbytes <= record.longest:
+            if what.name in FILLED and isinstance(out, Tensor):
+                driver.fills[memory(out)] = key
+            long = key in record.filled or record.n * getattr(out, "nbytes", 0) > record.longest
+            if not long or not is_source(what.name, tensors, out):
                 return out
             refs = operands_of(tensors)
             node = Node("operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))))

@@ -15,13 +15,12 @@ from operator import mul
 from dsp.core.decide import base_layouts
 from dsp.core.offers import result_sizes
 from dsp.core.record import Base, BoundStage, Layout, Node, Operation, Record, Ref
+from dsp.glue.offers import JOINS
 from dsp.layout import Cut
 from dsp.notation import BATCH_NAMES, TensorPattern
 from dsp.planner import Extent
 from dsp.stages import cut_for
 from dsp.text import DIGITS
-
-JOINS = frozenset({"cat", "concat", "concatenate"})
 
 
 class Names:
