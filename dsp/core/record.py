@@ -298,19 +298,19 @@ class Driver(Protocol):
 class Record:
     """The nodes of a forward on `n` ranks, in order. Tensors between stages carry it.
 
-        sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
-        stages: that it may call; patterns: of the inputs that have one; entry: the layout in which each input enters;
+    sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
+    stages: that it may call; patterns: of the inputs that have one; entry: the layout in which each input enters;
     persistent: carriers of earlier calls that it reads, by their paths; by_key: nodes by what identifies them
     (`dsp.core.keys`); planned: the nodes have decisions, made before the first run; draws: something between stages
-    draws random numbers, or a stage on replicated tensors; stages_draw: some stage does, or may; drew: a call drew
-    some that were not foreseen; sources: functions of nodes without an operand that is a `Ref`; sources_recompute:
-    some of them are in a checkpoint; no_sources: keys of calls that are none, because what they make outlives the
-    forward; filled: of calls that made plain tensors of one number, into which something is written: they are sources,
-    however short; saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads:
-    the inputs that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that
-    its switches take, where these are not those of the tensor; replans, strays: how often it was planned again, and
-    how many calls have added nodes since (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor
-    that has not arrived (`dsp.core.carrier.arrive`).
+    draws random numbers, or a stage on replicated tensors; stages_draw: some stage does, or may; drew: a call drew some
+    that were not foreseen; sources: functions of nodes without an operand that is a `Ref`; sources_recompute: some of
+    them are in a checkpoint; no_sources: keys of calls that are none, because what they make outlives the forward;
+    filled: of those that fill a plain tensor into which something is written, however short it is; saved: the tensors
+    that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the inputs that get a gradient
+    from the outputs; priced: gives the planner's value of a tensor the bytes that its switches take, where these are
+    not those of the tensor; replans, strays: how often it was planned again, and how many calls have added nodes since
+    (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor that has not arrived
+    (`dsp.core.carrier.arrive`).
     """
 
     driver: Driver
