@@ -75,7 +75,9 @@ NEW = environ.get("DSP_HOUSE") == "new"  # the switch: core and glue in the plac
 if NEW:
     NAMES = {**NAMES, "run.parallel": "", "parallel": "parallelize", "plan.make": "", "report.plan": "plan"}
 FOUND_IN = {name: module for module, names in NAMES.items() for name in names.split()}
-for _package in ("check", "plan"):  # packages named like functions: imported later, they would replace these
+for _package in (
+    ("check",) if NEW else ("check", "plan")
+):  # named like functions: imported later, they would replace these
     import_module(f"dsp.{_package}")
     del globals()[_package]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsp.core.record import Node, Ref
+from dsp.glue.local import frame_of
 from dsp.layout import Cut
-from dsp.plan.record import OperationNode, Ref
 from dsp.rules import RULES, Outcome
-from dsp.rules.call import frame_of
 
 MANY = 64  # elements of a dim, up to which a rule is tried with one element per rank
 
@@ -187,28 +187,26 @@ class Follower:
     def __init__(self, dims: Dims) -> None:
         self.dims = dims
 
-    def operation(self, node: OperationNode) -> GlueOp | None:
+    def operation(self, node: Node) -> GlueOp | None:
         """Follow dims to an operation's results, by its rule; None if the operation reads no followed tensor."""
-        if all(self.dims.axes_of(t) is None for t in node.operands):
+        if all(self.dims.axes_of(t) is None for t in node.refs):
             return None
         if RULES.get(node.name) in _RESHAPES and len(node.results) == 1:
-            self.take_apart(self.dims.axes_of(node.operands[0]) or [], node.results[0].shape)
-        where = {
-            i: dict(places(axes)) for i, t in enumerate(node.operands) if (axes := self.dims.axes_of(t)) is not None
-        }
+            self.take_apart(self.dims.axes_of(node.refs[0]) or [], node.results[0].shape)
+        where = {i: dict(places(axes)) for i, t in enumerate(node.refs) if (axes := self.dims.axes_of(t)) is not None}
         accepts: dict[Dim, bool] = {}
         found: list[tuple[Cut, tuple[Dim, ...]]] = []
         for dim in dict.fromkeys(d for own in where.values() for d in own):
             accepts[dim], there = self.along(dim, node, {i: own[dim] for i, own in where.items() if dim in own})
             found += there
-        live = any(map(self.dims.is_live, node.operands))
+        live = any(map(self.dims.is_live, node.refs))
         for k, t in enumerate(node.results):
             fit = [(c, d) for c, d in found if c.dim < t.ndim]
-            self.dims.follow(t, self.dims.fill(t.shape, fit, ("op", node.index, k)), live)
+            self.dims.follow(t, self.dims.fill(t.shape, fit, ("op", node, k)), live)
         return GlueOp(live, accepts)
 
     def along(
-        self, dim: Dim, node: OperationNode, carriers: Mapping[int, Cut]
+        self, dim: Dim, node: Node, carriers: Mapping[int, Cut]
     ) -> tuple[bool, list[tuple[Cut, tuple[Dim, ...]]]]:
         """(whether an operation runs with a dim sharded, the places of that dim in the results). If the results have
         it twice, the second place gets a new dim."""
@@ -218,12 +216,12 @@ class Follower:
         tried = [outcome]
         if outcome is not None:
             for i, cut in outcome.narrow.items():  # a replicated operand that has the dim, too
-                self.dims.claim(node.operands[i], cut, (dim,), ("op", node.index))
+                self.dims.claim(node.refs[i], cut, (dim,), ("op", node))
         elif len(carriers) > 1:  # as in q @ k.T: each operand's dim has its own place in the result
             tried = [outcome_of(node, {i: cut}, n) for i, cut in carriers.items()]
         cuts = dict.fromkeys(o.cut for o in tried if o is not None and o.cut is not None)
         return outcome is not None and uneven is not None, [
-            (cut, (dim,) if k == 0 else self.dims.born(("op", node.index, k, dim.order), dim.size))
+            (cut, (dim,) if k == 0 else self.dims.born(("op", node, k, dim.order), dim.size))
             for k, cut in enumerate(cuts)
         ]
 
@@ -238,10 +236,10 @@ class Follower:
                     at *= a.size
 
 
-def outcome_of(node: OperationNode, cuts: Mapping[int, Cut | None], n: int) -> Outcome | None:
+def outcome_of(node: Node, cuts: Mapping[int, Cut | None], n: int) -> Outcome | None:
     """The rule's outcome on n ranks; None if the rule refuses or fails, as it may on operands it does not expect."""
     try:
-        return frame_of(node, cuts, n).outcome()
+        return frame_of(node, [cuts.get(i) for i in range(len(node.operands))], n).outcome()
     except Exception:
         return None
 

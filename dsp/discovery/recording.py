@@ -1,4 +1,4 @@
-"""The record of a forward with all operations, inside submodules too, and the calls that contain them."""
+"""The nodes of a forward with all operations, inside submodules too, and the calls that contain them."""
 
 from __future__ import annotations
 
@@ -7,37 +7,49 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsp.between import Between, unrunnable
+from dsp.between import Between
+from dsp.calls import replaced, tensor_args
+from dsp.core.record import Node, Operation, Ref
 from dsp.discovery.calls import ModuleCall
-from dsp.plan.record import Ref, WholeNode
-from dsp.plan.recorder import Recorder
 from dsp.signature import Signature
 from dsp.slices import copied
-from dsp.tensors import tensors_in
+from dsp.tensors import ByTensor, tensors_in
 from dsp.traits import Traits, traits
 
 
 class Recording(Between):
-    """A mode that records operations and calls while it is entered."""
+    """A mode that records operations and calls while it is entered.
+
+    nodes: the operations and calls at the top; body: those inside the innermost call that runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorder = Recorder(1, {})
-        self.nodes: list[Any] = self.recorder.record.nodes  # top-level operations and calls; each call has a `body`
-        self.open: list[ModuleCall] = []
-        self.calls = 0
+        self.numbers = ByTensor[int]()
+        self.count = self.calls = 0
+        self.nodes: list[Any] = []
+        self.body, self.open = self.nodes, list[ModuleCall]()
 
     def refs(self, tensors: Iterable[Tensor]) -> list[Ref]:
-        return [self.recorder.ref(t) for t in tensors]
+        """References to tensors as they are now; equal numbers are one tensor."""
+        return [Ref(tuple(t.shape), None, self.number(t), t.dtype) for t in tensors]
+
+    def number(self, t: Tensor) -> int:
+        if (number := self.numbers.get(t)) is None:
+            number = self.numbers[t] = self.count
+            self.count += 1
+        return number
 
     def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
         out = func(*args, **kwargs)
-        self.recorder.operation(what.name, args, kwargs, out, what.in_place)
+        refs, results = self.refs(tensor_args(args, kwargs)), self.refs(tensors_in(out))
+        call = Operation(func, *replaced(args, kwargs, iter(refs)))
+        self.body.append(Node("operation", what.name, [*refs], call, results, in_place=what.in_place))
         return out
 
     def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record an operation without a rule: under a transform a tensor hides another one and its shape."""
-        self.recorder.record.nodes.append(WholeNode(operands=[], error=unrunnable(traits(func))))
+        """Record a node without an offer: under a transform a tensor hides another one and its shape."""
+        self.body.append(Node("plain", traits(func).name, []))
         return func(*args, **kwargs)
 
     def enter(self, module: nn.Module, signature: Signature, args: Any, kwargs: Any) -> None:
@@ -47,19 +59,17 @@ class Recording(Between):
         operands, given = self.refs(b.tensor for b in bound), self.refs(tensors_in((args, kwargs)))
         own = copied(args, kwargs)
         self.asleep = False
-        self.open.append(
-            ModuleCall(signature.where, module, self.calls, [b.param for b in bound], operands, given, *own)
-        )
+        params = [b.param for b in bound]
+        self.open.append(ModuleCall(signature.where, module, self.calls, params, operands, given, *own))
         self.calls += 1
-        self.recorder.record.nodes = self.open[-1].body
+        self.body = self.open[-1].body
 
     def leave(self, output: Any) -> None:
         """Note that the module entered last returned."""
         call = self.open.pop()
         call.results = self.refs(tensors_in(output))
-        outer = self.open[-1].body if self.open else self.nodes
-        outer.append(call)
-        self.recorder.record.nodes = outer
+        self.body = self.open[-1].body if self.open else self.nodes
+        self.body.append(call)
 
 
 def record_of(

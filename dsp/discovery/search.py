@@ -14,13 +14,13 @@ from torch import nn
 from dsp import randomness
 from dsp.core.equal_modules import fingerprint
 from dsp.core.inputs import described
+from dsp.core.record import Ref
 from dsp.discovery.calls import Group, ModuleCall, acts_locally, dim_at, known, structure
 from dsp.discovery.dims import Dim, Dims, Follower, atoms, places
 from dsp.discovery.recording import record_of
 from dsp.discovery.repeats import Repeats, runs
 from dsp.layout import Cut
 from dsp.notation import StagePattern
-from dsp.plan.record import OperationNode, Ref
 from dsp.signature import Signature
 from dsp.slices import Probe, divisors, keeping_buffers
 from dsp.stages import clean
@@ -124,7 +124,7 @@ class Search:
         for one in node.body:
             if isinstance(one, ModuleCall):
                 self.call(one, inside or node.local)
-            elif isinstance(one, OperationNode) and (op := self.follower.operation(one)) is not None:
+            elif one.kind == "operation" and (op := self.follower.operation(one)) is not None:
                 node.ops.append(op)
         self.leave(node)
 

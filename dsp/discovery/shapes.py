@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dsp.calls import replaced
+from dsp.core.record import Node, Operation, Ref
 from dsp.discovery.dims import outcome_of, ranks_for
 from dsp.discovery.recording import Recording
 from dsp.layout import Cut
-from dsp.plan.record import OperationNode, Ref
 from dsp.rules import Outcome
 from dsp.slices import Probe, call_part, copied
 
@@ -29,7 +29,7 @@ Cuts = Sequence[Cut | None]
 class Step(NamedTuple):
     """One operation of the full call, the cuts of its operands, and the outcome of its rule."""
 
-    node: OperationNode
+    node: Node
     cuts: Cuts
     outcome: Outcome
 
@@ -45,7 +45,7 @@ class Call(Recording):
         at = {t.number: cut for t, cut in zip(self.inputs, cuts)}
         steps = []
         for node in self.nodes:
-            own = [at.get(t.number) for t in node.operands]
+            own = [at.get(t.number) for t in node.refs]
             if (outcome := carried(node, own, n)) is None:
                 return None
             steps.append(Step(node, own, outcome))
@@ -54,13 +54,13 @@ class Call(Recording):
         return (steps, places) if len(places) == len(self.outputs) > 0 else None
 
 
-def carried(node: Any, cuts: Cuts, n: int) -> Outcome | None:
+def carried(node: Node, cuts: Cuts, n: int) -> Outcome | None:
     """The rule's outcome for operands in these cuts, if each part is computed locally; None if not."""
-    if not isinstance(node, OperationNode):
+    if not isinstance(node.call, Operation):
         return None
     if not any(cuts):
         return Outcome(None)
-    if (node.in_place and cuts[0] is None) or "out" in node.kwargs:  # a shard written into a replicated tensor
+    if (node.in_place and cuts[0] is None) or "out" in node.call.kwargs:  # a shard written into a replicated tensor
         return None
     found = outcome_of(node, dict(enumerate(cuts)), n)
     if found is None or found.narrow or found.rows or found.numbers or found.deal or found.reduce is not None:
@@ -96,20 +96,21 @@ class Shapes(Probe):
             return None
 
 
-def is_part(node: Any, step: Step, n: int) -> bool:
+def is_part(node: Node, step: Step, n: int) -> bool:
     """Tell whether a node is a step on one of n parts: the same operation and constants, on parts of its tensors."""
     whole, outcome = step.node, step.outcome
-    if not isinstance(node, OperationNode) or node.name != whole.name:
+    if node.kind != "operation" or node.name != whole.name:
         return False
     if outcome.args is None and outcome.kwargs is None and numbers(node) != numbers(whole):
         return False  # a constant that depends on the length
     results = [outcome.cut] * len(whole.results)
-    return are_parts(node.operands, whole.operands, step.cuts, n) and are_parts(node.results, whole.results, results, n)
+    return are_parts(node.refs, whole.refs, step.cuts, n) and are_parts(node.results, whole.results, results, n)
 
 
-def numbers(node: OperationNode) -> Any:
+def numbers(node: Node) -> Any:
     """The arguments of an operation without its tensors."""
-    return replaced(node.args, node.kwargs, repeat(None))
+    assert isinstance(node.call, Operation)
+    return replaced(node.call.args, node.call.kwargs, repeat(None))
 
 
 def are_parts(own: Sequence[Ref], whole: Sequence[Ref], cuts: Cuts, n: int) -> bool:
