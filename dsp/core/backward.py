@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dsp.calls import Operand
 from dsp.core.record import Node, Ref, RegionPlace
 from dsp.private import base_of, checkpoint_frame, checkpoint_frames, saved_in
 from dsp.tensors import Edge, edge, leading_to
@@ -66,15 +67,10 @@ class Gradients:
         self.edges.append((node, [*operands], [*results]))
 
     def finish(self, outputs: Sequence[Tensor]) -> set[Edge]:
-        """Tell nodes which of their tensors get a gradient from the outputs; return all edges that do.
-
-        A write in place replaces the edge of a view that it wrote into: what reads the view later has the new one.
-        """
+        """Tell nodes which of their tensors get a gradient from the outputs; return all edges that do."""
         reached = leading_to(map(edge, outputs))
         made = {e for _, _, results in self.edges for e in results}
-        written = {t for node, *_ in self.edges if node.in_place for t in node.operands[:1] if isinstance(t, Ref)}
-        pairs = (pair for node, operands, _ in self.edges for pair in zip(node.operands, operands))
-        read = {t for t, e in pairs if e in reached and t in written}
+        read = self.read_after_write(reached)
         for node, operands, results in self.edges:
             refs: list[Ref | None] = [*node.results] or [None] * len(results)
             node.result_grads = tuple(e in reached or r in read for r, e in zip(refs, results))
@@ -84,6 +80,15 @@ class Gradients:
             entered = reached if node.kind != "operation" else reached & behind(results, {*operands}, made, reached)
             node.operand_grads = tuple(e in entered for e in operands)
         return reached
+
+    def read_after_write(self, reached: set[Edge]) -> set[Operand]:
+        """The tensors that were written into, and are read where a gradient arrives.
+
+        A write in place replaces the edge of a view that it wrote into: what reads the view later has the new one.
+        """
+        written = {t for node, *_ in self.edges if node.in_place for t in node.operands[:1] if isinstance(t, Ref)}
+        pairs = (pair for node, operands, _ in self.edges for pair in zip(node.operands, operands))
+        return {t for t, e in pairs if e in reached and t in written}
 
 
 def behind(
