@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from dsp.layout import Cut
 from dsp.lines import lines_of
+from dsp.private import schemas
 
 
 class GlueError(RuntimeError):
@@ -54,6 +58,30 @@ def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
         elif type(a) in (list, tuple):
             found.extend(tensor_args(a, {}))
     return found
+
+
+@lru_cache(maxsize=8192)
+def positions(func: Any) -> tuple[tuple[str, ...], ...]:
+    """The names of a function's positional arguments, for each form in which it may be called."""
+    found = [[a.name for a in schema.arguments if not a.kwarg_only] for schema in schemas(func)]
+    if not found:
+        with suppress(TypeError, ValueError):
+            kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
+            found = [[p.name for p in inspect.signature(func).parameters.values() if p.kind in kinds]]
+    return tuple(dict.fromkeys(tuple("input" if name == "self" else name for name in names) for names in found))
+
+
+def by_position(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A call whose tensors are in their positions, where keywords named them and all before them are given."""
+    if not tensor_args((), kwargs) or kwargs.get("out") is not None:
+        return args, kwargs
+    for names in positions(func):
+        placed, rest = list(args), dict(kwargs)
+        while tensor_args((), rest) and len(placed) < len(names) and names[len(placed)] in rest:
+            placed.append(rest.pop(names[len(placed)]))
+        if not tensor_args((), rest):
+            return tuple(placed), rest
+    return args, kwargs
 
 
 def with_operands(value: Any, new: Iterator[Any]) -> Any:

@@ -395,11 +395,3 @@ def text_of(record: Record) -> Iterator[str]:
             operands = ", ".join(map(read, node.operands))
             yield f"{', '.join(map(result, results))} = {name}({operands}){node.line and f'  # {node.line}'}"
     yield f"output {', '.join(read(t) for node in record.nodes if node.kind == 'output' for t in node.operands)}"
-
-
-def global_shape(shape: Sequence[int], cut: Layout, size: int | None) -> torch.Size:
-    """The global shape of a result of which a rank holds `shape`, cut along a dim of `size`."""
-    shape = list(shape)
-    if cut is not None and size is not None:
-        shape[cut.dim] = size
-    return torch.Size(shape)

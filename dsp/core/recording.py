@@ -28,6 +28,7 @@ from dsp.core.unseen import SeenOnly, covered, refuse_functions
 from dsp.core.watch import refuse, watched
 from dsp.core.writes import kin_of, written_operands
 from dsp.layout import Axis, Cut
+from dsp.lines import line_now
 from dsp.notation import NotationError, StagePattern
 from dsp.private import FLEX, any_device, compiled_callers, fake_tensor, forget_fakes, wraps_compiled
 from dsp.rules.functions import DENSE
@@ -88,7 +89,7 @@ class Recorder:
         refs = operands_of(operands)
         node = Node(
             "operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))), in_place=what.in_place,
-            writes=writes, loose=what.name in DENSE,
+            writes=writes, loose=what.name in DENSE, line=line_now(),
         )  # fmt: skip
         self.meter.finish(node)
         results = tensors_in(out)

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsp.calls import GlueError, replaced, tensor_args
 from dsp.core.carrier import Carrier
 from dsp.core.keys import Prepared
 from dsp.core.offers import Rules, operands_of, unrecorded_offers
-from dsp.core.record import Layout, Node, Offer, Operation, Record, Ref, global_shape, replicated
+from dsp.core.record import Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.writes import kin_on_meta, on_meta, written_operands
 from dsp.layout import Axis, Cut
+from dsp.lines import line_now
 from dsp.rules.functions import DENSE
 from dsp.stages import Stage, cut_for
 
@@ -34,7 +36,7 @@ class Unplanned:
         """Add an operation. One that differs from a planned node in numbers alone follows its decision."""
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)
-        node = Node("operation", what.name, refs, in_place=what.in_place, loose=what.name in DENSE)
+        node = Node("operation", what.name, refs, in_place=what.in_place, loose=what.name in DENSE, line=line_now())
         node.writes, meta = written_operands(func, what, args, kwargs), on_meta(func, args, kwargs)
         kin = kin_on_meta(self.axis, what.name, operands, meta)
         node.kin, node.kin_unknown = ((0, 0),) if kin is None else kin, kin is None
@@ -114,6 +116,14 @@ class Unplanned:
         if cut is not None:
             base.allow(cut)
         node.results.append(ref)
+
+
+def global_shape(shape: Sequence[int], cut: Layout, size: int | None) -> torch.Size:
+    """The global shape of a result of which a rank holds `shape`, cut along a dim of `size`."""
+    shape = list(shape)
+    if cut is not None and size is not None:
+        shape[cut.dim] = size
+    return torch.Size(shape)
 
 
 def runs_by_rule(node: Node, axis: Axis, func: Any, args: Any, kwargs: Any) -> bool:

@@ -7,6 +7,7 @@ itself (`dsp.glue.local`), so the planner and the run know nothing of rules.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,12 @@ from dsp.layout import Axis, Cut
 from dsp.rules import Frame, Outcome
 from dsp.rules.functions import PRODUCTS, draws
 
+log = logging.getLogger("dsp")
+
+FAILED = (
+    "the rule of {name}({shapes}) between stages failed{at} with {error}: the operation may run replicated. That is "
+    "right, but takes more memory; please report it"
+)
 SHORT = 8  # a tensor counts as short if it is this many times shorter than a rank's share of the longest of all
 JOINS = frozenset({"cat", "concat", "concatenate"})
 COMBINATIONS = 256  # of layouts to try; if there are more, only those in which one dim is cut everywhere
@@ -74,6 +81,7 @@ class Combinations:
     def __init__(self, record: Record, node: Node) -> None:
         self.record, self.node, self.batch = record, node, record.batch
         self.brings: dict[tuple[Base, Cut], Layout] = {}
+        self.failed = False  # its rule raised what it did not mean to
         self.restart()
 
     def restart(self) -> None:
@@ -146,9 +154,9 @@ class Combinations:
         frame = frame_of(node, needs, n, apart)
         try:
             outcome = frame.outcome()
-        except GlueError as error:
-            if not apart:  # without frames, which hold tensors
-                self.refusal, self.views = self.refusal or error.with_traceback(None), False
+        except Exception as error:
+            if not apart:
+                self.refuse(error)
             return
         if apart and (outcome.cut is None or not outcome.cut.joined):
             return  # as without
@@ -163,6 +171,21 @@ class Combinations:
         unchanged = runs_unchanged(frame, outcome) and all(last_parts(needs, node, n))
         local = None if unchanged else LocalRule(node, needs, apart)
         self.offers.append(Offer(needs, (cut,) * results, sizes, inner, batch, local))
+
+    def refuse(self, error: Exception) -> None:
+        """Note that the rule takes no such layout. An error that it did not mean to raise is logged: the node may run
+        replicated for it."""
+        if not isinstance(error, GlueError):
+            node = self.node
+            shapes = ", ".join(str([*t.shape]) for t in node.operands)
+            if not self.failed:
+                log.warning(
+                    FAILED.format(
+                        name=node.name, shapes=shapes, at=node.line and f" (at {node.line})", error=repr(error)
+                    )
+                )
+            self.failed, error = True, GlueError(f"its rule failed, with {error!r}")
+        self.refusal, self.views = self.refusal or error.with_traceback(None), False  # no frames, which hold tensors
 
     def is_batch(self, cut: Cut, layout: Mapping[Base, Layout]) -> bool:
         """Tell whether a cut of the results divides the batch: if it comes from an operand that is cut along it."""
@@ -180,7 +203,7 @@ class Combinations:
             needs = [t.cut_under(of) if isinstance(t, Ref) and t.base is base else None for t in operands]
             try:
                 self.brings[base, of] = frame_of(self.node, needs, self.record.n).outcome().cut
-            except GlueError:
+            except Exception:  # `attempt` names what a rule did not mean to raise
                 self.brings[base, of] = None
         return self.brings[base, of]
 
@@ -213,7 +236,7 @@ class Combinations:
                 needs = tuple(cut if k == i else None for k in range(len(node.operands)))
                 try:
                     outcome = frame_of(node, needs, n).outcome()
-                except GlueError:
+                except Exception:  # `attempt` names what a rule did not mean to raise
                     continue
                 if outcome.cut is not None and outcome.cut.outer == 1 and not outcome.rows and outcome.cut not in gives:
                     gives.add(outcome.cut)
@@ -228,7 +251,7 @@ class Combinations:
         needs = (cut, *[None] * (len(node.operands) - 1))
         try:
             outcome = frame_of(node, needs, self.record.n).outcome()
-        except GlueError:
+        except Exception:  # `attempt` names what a rule did not mean to raise
             return None
         if outcome.cut is None or not outcome.view:
             return None

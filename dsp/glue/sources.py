@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dsp.calls import GlueError, Operand, replaced, without_operands
+from dsp.calls import Operand, replaced, without_operands
 from dsp.core.keys import node_key
 from dsp.core.offers import operands_of
 from dsp.core.record import Node, Offer, Operation, Record, Ref, replicated
@@ -88,7 +88,7 @@ def source_ways(record: Record, node: Node) -> Iterator[tuple[Cut, Any, Any]]:
                 needs = [Cut(d) if j == i else None for j in range(count)]
                 try:
                     outcome = frame_of(node, needs, n).outcome()
-                except GlueError:
+                except Exception:  # a refusal, or a fault of the rule
                     continue
                 if outcome.cut is not None and outcome.cut.outer == 1 and not outcome.rows:
                     yield outcome.cut, needs, LocalRule(node, tuple(needs))

@@ -30,8 +30,8 @@ def source_cuts(f: Frame) -> list[Cut]:
         if not isinstance(times, int) or times < 2 or (dim is None and x.ndim != 1):
             return []
         dim = f.normal(0 if dim is None else dim, x.ndim)
-        return [Cut(dim, x.shape[dim])]
-    sizes = sizes_of(f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:])))
+        return [Cut(dim, x.shape[dim])] if x.shape[dim] else []
+    sizes = stretched_to(f)
     lead = len(sizes) - x.ndim
     cuts = []
     for d, s in enumerate(sizes):
@@ -39,6 +39,12 @@ def source_cuts(f: Frame) -> list[Cut]:
         if isinstance(s, int) and s > 1 and have == 1:
             cuts.append(Cut(d))
     return cuts
+
+
+def stretched_to(f: Frame) -> list[Any]:
+    """The sizes, or numbers of copies, that an expansion is given."""
+    named = (f.kwargs[name] for name in ("size", "repeats", "dims") if name in f.kwargs)
+    return sizes_of(next(named, f.args[1:]))
 
 
 def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
@@ -51,7 +57,7 @@ def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, 
         size = x.shape[cut.dim] * times
         own = f.own(Cut(0), times)
         return torch.repeat_interleave, (x, own, cut.dim), size
-    sizes = sizes_of(f.kwargs.get("size", f.kwargs.get("repeats", f.args[1:])))
+    sizes = stretched_to(f)
     size = sizes[cut.dim]
     sizes[cut.dim] = f.own(Cut(0), size)
     stretch = torch.Tensor.repeat if f.name in ("repeat", "tile") else torch.Tensor.expand

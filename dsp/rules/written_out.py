@@ -151,6 +151,10 @@ def pad(x: Tensor, pad: Sequence[Any], mode: str = "constant", value: float | No
     return F.pad(x, list(map(int, pad)), mode, value) if any(isinstance(a, Tensor) for a in pad) else None
 
 
+def outer(x: Tensor, vec2: Tensor) -> Tensor:
+    return x[:, None] * vec2
+
+
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Lengths below eps count as eps, but have the gradient of the length, as in torch."""
 
@@ -215,6 +219,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.diff, Tensor.diff), difference),
     **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),
     **dict.fromkeys((F.cosine_similarity, torch.cosine_similarity), cosine_similarity),
+    **dict.fromkeys((torch.outer, Tensor.outer, torch.ger, Tensor.ger), outer),
     F.kl_div: kl_div,
     F.cross_entropy: cross_entropy,
     F.nll_loss: likelihood,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
+from dsp.calls import by_position, positions
 from dsp.layout import Cut
 from dsp.rules import RULES
 from dsp.rules.call import PIECEWISE
@@ -102,6 +103,24 @@ def valid(func: Callable[..., Any], forms: list[Form], most: int = 99) -> Iterat
             return
 
 
+def named(call: Call) -> Iterator[Call]:
+    """A call by keywords, of all its arguments and of all but the first, in each form that the function takes: as it
+    enters a rule."""
+    for names in positions(call.func):
+        for first in (0, 1):
+            by_name = dict(zip(names[first:], call.args[first:]))
+            if first >= len(call.args) or len(call.args) > len(names) or by_name.keys() & call.kwargs.keys():
+                continue
+            placed = by_position(call.func, call.args[:first], {**by_name, **call.kwargs})
+            try:
+                out = call.func(*call.args[:first], **by_name, **call.kwargs)
+            except Exception:  # it takes them by position alone
+                continue
+            if out is NotImplemented:
+                continue
+            yield Call(call.func, *placed, values=call.values)
+
+
 def functions_by_rule() -> dict[str, list[Callable[..., Any]]]:
     found: dict[str, list[Callable[..., Any]]] = {}
     for name, func in functions():
@@ -153,6 +172,8 @@ def proven(rule: str, n: int, joins: int = 0) -> None:
         calls = list(valid(func, FORMS[name]) if name in FORMS else valid(func, AUTOMATIC, 4))
         if not calls:
             untested.append(resolved)
+        if not joins:
+            calls += [by_name for call in calls[:2] for by_name in named(call)]
         for call in calls:
             proof = prove(call, n, folds=name in FORMS and not joins, joins=joins)
             accepted += proof.accepted
@@ -273,6 +294,7 @@ PARTS = [
     Call(torch.vstack, ([x(3), x(2, 3)],)), Call(torch.column_stack, ([x(3), x(3, 2)],)),
     Call(F.pad, (x(4, 5), (1, torch.tensor(2)))), Call(torch.diff, (x(4, 5), 2, 0)), Call(Tensor.diff, (x(4, 5),)),
     *(Call(F.prelu, both) for both in [(x(2, 3, 4) - 0.5, x(3)), (x(2, 3) - 0.5, x(1)), (x(4) - 0.5, x(1))]),
+    Call(torch.outer, (x(3), x(4))),
     Call(F.cosine_similarity, (x(2, 3, 4), x(3, 4)), {"dim": -1}),
     Call(torch.cosine_similarity, (x(2, 3), x(2, 3), 1, 9.0)),
     Call(F.kl_div, (x(3, 4), x(3, 4)), {"reduction": "batchmean"}),

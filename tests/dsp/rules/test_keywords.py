@@ -1,0 +1,72 @@
+"""Operands by keyword: in every way in which a function may be called, a rule reads the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dsp
+from dsp.calls import by_position
+from dsp.rules import RULES
+from tests.support.beside import beside
+from tests.support.houses import NEW
+from tests.support.runs import Heard
+from tests.support.toys import Does
+
+CALLS: dict[str, Any] = {
+    "repeat_interleave by a tensor": lambda x, t: x[
+        :, torch.repeat_interleave(input=torch.arange(7), repeats=torch.ones(7, dtype=torch.long), dim=0)
+    ],
+    "repeat_interleave": lambda x, t: x + torch.repeat_interleave(input=t, repeats=7, dim=1),
+    "broadcast_to": lambda x, t: x + torch.broadcast_to(input=t, size=(2, 7, 4)),
+    "tile": lambda x, t: x + torch.tile(input=t, dims=(1, 7, 1)),
+    "attention": lambda x, t: F.scaled_dot_product_attention(key=x[:, None], value=x[:, None], query=x[:, None])[:, 0],
+    "where": lambda x, t: torch.where(condition=x > 0, other=t, input=x),
+    "linear": lambda x, t: F.linear(weight=t[0, :1].expand(4, 4), input=x),
+    "add and sum": lambda x, t: torch.add(input=x, other=t) * torch.sum(input=x, dim=1, keepdim=True),
+    "a cat of a list": lambda x, t: torch.cat(tensors=[x, x * 2], dim=1)[:, :7],
+}
+
+
+class Calls(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call, self.lin = call, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(self.call(self.lin(x), self.lin.weight[:1].expand(2, 1, 4).clone()))
+
+
+@pytest.mark.parametrize("mesh", [2])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_that_is_a_keyword_is_an_operand(mesh: DeviceMesh, name: str) -> None:
+    single = Calls(CALLS[name]).double()
+    with Heard() as heard:
+        model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t c"})
+        beside(single, model, mesh, (torch.randn(2, 7, 4).double(),), rounds=2)
+    assert heard.texts == []
+
+
+def test_the_positions_of_keywords() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    assert by_position(torch.add, (), {"other": y, "input": x, "alpha": 2}) == ((x, y), {"alpha": 2})
+    assert by_position(F.linear, (x,), {"bias": y}) == ((x,), {"bias": y})  # nobody gave what is before it
+    assert by_position(torch.sum, (x,), {"dim": 1}) == ((x,), {"dim": 1})
+
+
+@pytest.mark.skipif(not NEW, reason="of dsp.glue")
+def test_a_rule_that_fails_leaves_its_operation_replicated(mesh: DeviceMesh) -> None:
+    single = Does(lambda m, x: m.lin(m.lin(x).roll(1, 1)), lin=nn.Linear(4, 4)).double()
+    with pytest.MonkeyPatch.context() as patch, Heard() as heard:
+        patch.setitem(RULES, "roll", lambda frame: 1 // 0)
+        model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t c"})
+        beside(single, model, mesh, (torch.randn(2, 7, 4).double(),), rounds=2)
+    [text] = heard.texts
+    assert "the rule of roll([2, 7, 4]) between stages failed (at test_keywords.py:" in text
+    assert "ZeroDivisionError" in text
