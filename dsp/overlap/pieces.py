@@ -7,7 +7,8 @@ as an activation checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from dsp.core.run import refuse_shape, with_dummy
 from dsp.exchange import dense, order_of
 from dsp.gradients import waited
 from dsp.layout import Axis, Cut
+from dsp.observers import RUNNING
 from dsp.overlap.chunked import ChunkedSwitch
 from dsp.planner import piece_sizes
 from dsp.private import backward_pass
@@ -106,6 +108,16 @@ class Forward:
         return self.run.pieces(self.forward, args, kwargs)
 
 
+@contextmanager
+def outside(node: Node) -> Iterator[None]:
+    """Outside of the stage that runs: what is sent is the node's, and not the module's."""
+    token = RUNNING.set(node)
+    try:
+        yield
+    finally:
+        RUNNING.reset(token)
+
+
 class PieceRun:
     """One call of a stage in pieces.
 
@@ -132,7 +144,8 @@ class PieceRun:
             held: Any = args if type(slot) is int else kwargs
             assert cut is not None
             self.arriving[k] = self.of.switch(cut, src, self.planned.node.operands[k].shape, back=True)
-            held[slot] = self.arriving[k].start(held[slot])
+            with outside(self.planned.node):
+                held[slot] = self.arriving[k].start(held[slot])
         return args, kwargs
 
     def pieces(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -164,7 +177,8 @@ class PieceRun:
         """Piece i of the k-th operand, waited for if it is under way; a dummy row if it is empty."""
         cut = self.planned.offer.needs[k]
         if k in self.arriving:
-            x = self.arriving[k].take(x, i)
+            with outside(self.planned.node):
+                x = self.arriving[k].take(x, i)
         return x if cut is None or x.shape[cut.dim] else with_dummy(x, cut)
 
     def keep(self, i: int, out: Any) -> None:
@@ -188,15 +202,17 @@ class PieceRun:
         assert cut is not None
         if k not in self.leaving:
             self.leaving[k] = self.of.switch(cut, self.planned.leaving[k], self.planned.node.results[k].shape)
-        for piece in self.results[k]:
-            self.leaving[k].send(piece)
+        with outside(self.planned.node):
+            for piece in self.results[k]:
+                self.leaving[k].send(piece)
         self.results[k].clear()
 
     def joined(self, k: int) -> Tensor:
         """The k-th result in its last layout."""
         if k in self.planned.leaving:
             self.send(k)
-            return self.leaving[k].join()
+            with outside(self.planned.node):
+                return self.leaving[k].join()
         cut, pieces = self.planned.offer.gives[k], self.results[k]
         assert cut is not None
         return dense(torch.cat(pieces, cut.dim), order_of(pieces[0]))
