@@ -6,6 +6,8 @@ Sampling is compared with diffusers' pipelines in test_published.py. What each f
 from __future__ import annotations
 
 import importlib
+import json
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +23,19 @@ import zoo
 from tests.support.latent_folders import latent_folder
 from tests.support.paths import ROOT
 from tests.support.refusals import refused
-from tests.support.runs import Runs, one_of
-from tests.support.slow import slow
+from tests.support.runs import Runs, one_of, run_here
+from tests.support.slow import long, slow
 from zoo import registry
 from zoo.contract import Conditions
-from zoo.training import adapter
+from zoo.training import adapter, export, initial
 from zoo.training import config as cfg
 from zoo.training.lora import adapt, plain_name
 from zoo.training.sections import Lora
 from zoo.video.diffusion import RectifiedFlow
+from zoo.video.stdit_weights import open_sora_names
+from zoo.video.tiny_encoders import save_pipeline
 
-pytest.importorskip("diffusers")
+diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 
 CLIPS = {(5, 4, 6): 4, (3, 6, 4): 3}
@@ -63,11 +67,14 @@ class Family:
     options: tuple[str, ...] = ()
 
     @property
+    def settings(self) -> dict[str, Any]:
+        return {"in_channels": 4, "caption_channels": 64, **self.overrides}
+
+    @property
     def arguments(self) -> list[str]:
-        overrides = {"in_channels": 4, "caption_channels": 64, **self.overrides}
         return [
             f"model.name={self.model}",
-            *(f"model.overrides.{key}={value}" for key, value in overrides.items()),
+            *(f"model.overrides.{key}={value}" for key, value in self.settings.items()),
             *self.options,
         ]
 
@@ -101,6 +108,11 @@ FAMILIES = {
     "STDiT v2": Family("stdit", {"version": "v2"}, "", (*IDDPM, *CLEAN)),
     "STDiT v3": Family("stdit", {"version": "v3"}, "", CLEAN),
 }  # fmt: skip
+
+
+FROM_IMAGE = ("Wan 2.1, image", "Wan 2.2, image", "Wan 2.2 5B")
+SAMPLED = [name for name in FAMILIES if name != "HunyuanVideo, image"]
+PAGE = ROOT / "docs/zoo.md"
 
 
 class Folder(Runs):
@@ -200,7 +212,7 @@ def test_data_without_what_a_model_wants(trainer: Any, tmp_path: Path, capsys: A
 
 def adapted(family: Family, rank: int, alpha: float) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """A model, the published one with its weights (None: there is no such class) and inputs of both; then adapters."""
-    settings = {"in_channels": 4, "caption_channels": 64, **family.overrides}
+    settings = family.settings
     torch.manual_seed(0)
     model = zoo.create(family.model, "test", **settings)
     for p in model.parameters():
@@ -260,7 +272,7 @@ def test_adapters_out_and_in(name: str, tmp_path: Path) -> None:
 
     base = {plain_name(key): value for key, value in model.state_dict().items() if plain_name(key)}
     for rank in (0, 3, 5):
-        again = zoo.create(family.model, "test", **{"in_channels": 4, "caption_channels": 64, **family.overrides})
+        again = zoo.create(family.model, "test", **family.settings)
         again.load_state_dict(base)
         adapt(again, Lora(rank=rank, alpha=2.0))
         if rank:
@@ -312,3 +324,167 @@ def test_levels_of_an_expert_are_those_of_the_whole_in_its_range(shift: float, u
         expected = whole[(whole >= low) & (whole <= high)]
         shares = torch.linspace(0.01, 0.99, 50)
         torch.testing.assert_close(own.quantile(shares), expected.quantile(shares), rtol=0, atol=2e-3)
+
+
+# Fine-tuning, adapters, exports
+
+
+def publish(name: str, folder: Path) -> Path:
+    """Write a family's weights as they are published: the folder of a pipeline, else of a transformer."""
+    family, draw = FAMILIES[name], torch.Generator().manual_seed(0)
+    if family.pipeline:
+        save_pipeline(folder, family.pipeline)
+        return folder
+    torch.manual_seed(0)
+    model = zoo.create(family.model, "test", **family.settings)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=draw) * 0.1)
+    if family.model == "hunyuan":
+        registry.weights_module("hunyuan").to_diffusers(model).save_pretrained(folder)
+        return folder
+    folder.mkdir()
+    version, state = family.overrides["version"], dict[str, torch.Tensor]()
+    for key, value in model.state_dict().items():
+        names = open_sora_names(key, version)
+        state |= {theirs: part.clone() for theirs, part in zip(names, value.chunk(len(names)))}
+    state["x_embedder.proj.weight"] = state["x_embedder.proj.weight"].reshape(-1, 4, 1, 2, 2)
+    save_file(state, folder / "model.safetensors")
+    config = {
+        "model_type": {"v1": "STDiT", "v2": "STDiT2", "v3": "STDiT3"}[version], "hidden_size": 48, "depth": 2,
+        "num_heads": 4, "patch_size": [1, 2, 2], "in_channels": 4, "pred_sigma": True, "caption_channels": 64,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | ({} if version == "v1" else {"input_sq_size": 512})))
+    return folder
+
+
+def published_model(name: str, weights: Path) -> Any:
+    """diffusers' model of published weights; None where it has no such class."""
+    part = weights / "transformer" if FAMILIES[name].pipeline else weights
+    kind = json.loads((part / "config.json").read_text()).get("_class_name")
+    return None if kind is None else getattr(diffusers, kind).from_pretrained(part).eval()
+
+
+@pytest.mark.parametrize("n", [1, slow(2), long(3)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_published_weights_are_tuned_exported_and_read_back(
+    name: str, n: int, trainer: Any, tmp_path: Path, whole_world: Any
+) -> None:
+    """Adapters, then all weights: what each begins with, ends with, writes and reads, as diffusers has it."""
+    family, weights = FAMILIES[name], publish(name, tmp_path / "published")
+    folder = Folder(trainer, tmp_path, family)
+
+    def run(*more: str) -> Path:
+        if n == 1:
+            return folder(*more)
+        whole_world(run_here, n, folder.arguments(*more))
+        return folder.directory / "runs" / more[0].removeprefix("name=")
+
+    # what a run begins with is what was published
+    task = cfg.create_task(cfg.load(folder.arguments(f"init.weights={weights}")))
+    task.open()
+    begun, theirs = initial.source(task).eval(), published_model(name, weights)
+    inputs = begun.example_inputs(2, tokens=512 if begun.config.__dict__.get("image_channels") else 7, frames=5)
+    if "context_mask" in inputs:
+        inputs["context_mask"][:] = True
+    with torch.no_grad():
+        if theirs is not None:
+            torch.testing.assert_close(begun(**inputs), call_diffusers(theirs, inputs), rtol=1e-4, atol=1e-4)
+
+    # adapters: trained on n ranks, written, and added to the published weights by diffusers and by a further run
+    lora = [f"init.weights={weights}", "lora.rank=2", "optim.lr=0.1"]
+    tuned = run("name=tuned", *lora)
+    assert export.main([str(tuned), "--layout", "adapter", "--out", str(tmp_path / "adapter")]) == 0
+    ours = export.weights_of(tuned).eval()
+    with torch.no_grad():
+        expected = ours(**inputs)
+        assert (expected - begun(**inputs)).abs().max() > 1e-3
+        if theirs is not None:
+            load_adapter(theirs, tmp_path / "adapter" / adapter.FILE)
+            torch.testing.assert_close(call_diffusers(theirs, inputs), expected, rtol=1e-3, atol=1e-3)
+    whole = [f"init.weights={weights}", f"init.adapter={tmp_path / 'adapter'}", "optim.lr=0"]
+    merged, further = run("name=merged", *whole), run("name=further", *whole, "lora.rank=3")
+    for directory in (merged, further):
+        with torch.no_grad():
+            torch.testing.assert_close(export.weights_of(directory).eval()(**inputs), expected, rtol=1e-3, atol=1e-3)
+
+    # all weights: exported in both layouts, and read back
+    assert export.main([str(merged), "--out", str(tmp_path / "plain")]) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(zoo.from_export(tmp_path / "plain").eval()(**inputs), expected, rtol=1e-3, atol=1e-3)
+        if theirs is not None:
+            there = ["--layout", "diffusers", "--out", str(tmp_path / "there"), "--frames", "5"]
+            assert export.main([str(merged), *there]) == 0
+            again = type(theirs).from_pretrained(tmp_path / "there").eval()
+            torch.testing.assert_close(call_diffusers(again, inputs), expected, rtol=1e-3, atol=1e-3)
+
+
+# Sampling on ranks, and the table
+
+
+def sampled_folder(name: str, folder: Path) -> Path:
+    """The folder of a pipeline of a family; for Open-Sora's, the encoders of another beside its own transformer."""
+    if FAMILIES[name].pipeline:
+        return publish(name, folder)
+    save_pipeline(folder, "latte")
+    for part in ("transformer", "scheduler"):
+        shutil.rmtree(folder / part)
+    (folder / "model_index.json").unlink()
+    publish(name, folder / "transformer")
+    return folder
+
+
+def draw(mesh: DeviceMesh | None, weights: Path, image: torch.Tensor | None) -> torch.Tensor | None:
+    pipe = zoo.pipeline(weights, dtype="fp32")
+    try:
+        size = {"frames": 5, "height": 32, "width": 48, "steps": 2, "guidance": 3.0}
+        return pipe.sample(["a boat", "snow"], negative_prompt="blurred", first_frame=image, seed=3, **size)
+    finally:
+        pipe.close()
+
+
+def on_ranks(mesh: DeviceMesh, weights: Path, image: torch.Tensor | None, one: torch.Tensor) -> None:
+    clips = draw(mesh, weights, image)
+    assert (clips is None) == (mesh.get_rank() > 0)
+    if clips is not None:
+        assert (clips.int() - one.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("n", [slow(2), long(3)])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_ranks_sample_as_one_process(name: str, n: int, tmp_path: Path, whole_world: Any) -> None:
+    weights = sampled_folder(name, tmp_path / "published")
+    image = torch.rand(3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1 if name in FROM_IMAGE else None
+    one = draw(None, weights, image)
+    assert one is not None
+    assert one.float().std() > 1
+    whole_world(on_ranks, n, weights, image, one)
+
+
+# verb: the families of its tests, on 1, 2 and 3 ranks
+VERBS = {
+    "sample": SAMPLED, "train": [*FAMILIES], "fine-tune": [*FAMILIES], "LoRA": [*FAMILIES],
+    "export, reload": [*FAMILIES], "adapter out": [*FAMILIES], "adapter in": [*FAMILIES],
+}  # fmt: skip
+NOTES = {
+    "HunyuanVideo, image": "its pipeline embeds image and caption together by a LLaVA, which is not here",
+}
+
+
+def table() -> str:
+    """The families and what they do, as Markdown."""
+    lines = ["| family | " + " | ".join(VERBS) + " |", "|---" * (len(VERBS) + 1) + "|"]
+    for name in FAMILIES:
+        lines.append(f"| {name} | " + " | ".join("1, 2, 3" if name in can else "no" for can in VERBS.values()) + " |")
+    without = {name: [verb for verb, can in VERBS.items() if name not in can] for name in FAMILIES}
+    notes = [f"{name}, no {', '.join(verbs)}: {NOTES[name]}." for name, verbs in without.items() if verbs]
+    return "\n".join([*lines, "", *notes])
+
+
+def test_the_table_stands_in_the_page() -> None:
+    """What `python -m tests.zoo.test_families` prints stands in docs/zoo.md."""
+    assert table() in PAGE.read_text()
+
+
+if __name__ == "__main__":
+    before, begin, rest = PAGE.read_text().partition("<!-- families -->\n")
+    PAGE.write_text(before + begin + table() + "\n" + rest[rest.index("<!-- end -->") :])
