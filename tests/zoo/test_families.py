@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 import zoo
+from tests.support.clips import gif
 from tests.support.latent_folders import latent_folder
 from tests.support.paths import ROOT
 from tests.support.refusals import refused
@@ -27,10 +29,12 @@ from tests.support.runs import Runs, one_of, run_here
 from tests.support.slow import long, slow
 from zoo import registry
 from zoo.contract import Conditions
+from zoo.data.latents import Latents
 from zoo.training import adapter, export, initial
 from zoo.training import config as cfg
 from zoo.training.lora import adapt, plain_name
 from zoo.training.sections import Lora
+from zoo.video import encode
 from zoo.video.diffusion import RectifiedFlow
 from zoo.video.stdit_weights import open_sora_names
 from zoo.video.tiny_encoders import save_pipeline
@@ -82,12 +86,13 @@ class Family:
 WAN: dict[str, Any] = {"hidden": 72, "heads": 6, "mlp": 96}
 IDDPM = ("objective.name=iddpm",)
 CLEAN = ("objective.first_frame=0.4", "objective.random_frames=0.3")
+HIGH = ("objective.range=[0.9,1]",)  # the levels of the expert in transformer/
 FAMILIES = {
     "Wan 2.1, text": Family("wan", WAN, "wan"),
     "Wan 2.1, image": Family(
         "wan", WAN | {"in_channels": 12, "condition_channels": 8, "image_channels": 32}, "wan-i2v"
     ),
-    "Wan 2.2, image": Family("wan", WAN | {"in_channels": 12, "condition_channels": 8}, "wan-2.2-i2v"),
+    "Wan 2.2, image": Family("wan", WAN | {"in_channels": 12, "condition_channels": 8}, "wan-2.2-i2v", HIGH),
     "Wan 2.2 5B": Family("wan", WAN | {"frame_times": True}, "wan-ti2v", CLEAN),
     "HunyuanVideo": Family(
         "hunyuan",
@@ -416,6 +421,56 @@ def test_published_weights_are_tuned_exported_and_read_back(
             assert export.main([str(merged), *there]) == 0
             again = type(theirs).from_pretrained(tmp_path / "there").eval()
             torch.testing.assert_close(call_diffusers(again, inputs), expected, rtol=1e-3, atol=1e-3)
+
+
+# From clips to a tuned model and its clips
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Wan 2.1, image", "HunyuanVideo", "Wan 2.2 5B"])
+def test_clips_are_encoded_trained_on_and_drawn(name: str, trainer: Any, tmp_path: Path, capsys: Any) -> None:
+    weights = publish(name, tmp_path / "published")
+    for i in range(3):
+        gif(tmp_path / f"clips/{i}.gif", 5, 32, 48)
+        (tmp_path / f"clips/{i}.txt").write_text(f"clip {i}")
+    source, out = [str(tmp_path / "clips"), "--out", str(tmp_path / "latents")], ["--bucket", "5x32x48"]
+    image = ["--image", str(weights)] * (name in FROM_IMAGE)
+    assert encode.main([*source, *out, "--vae", str(weights), "--text", str(weights), *image]) == 0
+    latents = Latents(tmp_path / "latents")
+    more = {"Wan 2.1, image": ("image", "start"), "HunyuanVideo": ("pooled",), "Wan 2.2 5B": ("start",)}[name]
+    assert latents.manifest.more == more
+    if "start" in more:  # the first frame is encoded alone: in both it is the same
+        entry = latents.entries[0]
+        first = latents.latent(entry, range(1), "start")
+        torch.testing.assert_close(first, latents.latent(entry, range(1)), rtol=1e-4, atol=1e-4)
+    folder = Folder(trainer, tmp_path, FAMILIES[name])
+    data = [f"data.path={tmp_path / 'latents'}", f"init.weights={weights}"]
+    run = folder(*data, "sample.every=2", "sample.clips=1", "sample.steps=2", "objective.random_frames=0")
+    infer = importlib.import_module("infer")
+    Image.fromarray((torch.rand(32, 48, 3) * 255).byte().numpy()).save(tmp_path / "first.png")
+    begin = ["--first-frame", str(tmp_path / "first.png")] * (name in FROM_IMAGE)
+    asked = [str(run), "--prompt", "a boat", "--steps", "2", "--guidance", "3", "--out", str(tmp_path / "drawn")]
+    assert infer.main([*asked, *begin]) == 0
+    assert (tmp_path / "drawn/seed-0.gif").is_file()
+    if name == "Wan 2.1, image":
+        capsys.readouterr()
+        assert infer.main(asked) == 2
+        assert "begins clips with an image: pass --first-frame FILE" in capsys.readouterr().err
+
+
+def test_an_expert_is_trained_on_its_own_levels(trainer: Any, tmp_path: Path, capsys: Any) -> None:
+    save_pipeline(tmp_path / "both", "wan-2.2")
+    folder = Folder(trainer, tmp_path, FAMILIES["Wan 2.1, text"])
+    high, low = "[0.875, 1]", "[0, 0.875]"
+    for part, wrong, wanted in (("", "[0, 1]", high), ("transformer", "[0, 0.9]", high), ("transformer_2", high, low)):
+        weights = f"init.weights={tmp_path / 'both' / part}"
+        folder(weights, f"objective.range={wrong}", expect=2)
+        assert f"Write objective: {{range: {wanted}}}; the other one is" in capsys.readouterr().err
+    run = folder(weights, f"objective.range={wanted}")
+    assert importlib.import_module("infer").main([str(run)]) == 2
+    assert "trained on noise levels 0 to 0.875 (objective.range) and draws nothing alone" in capsys.readouterr().err
+    folder("objective.range=[0.5, 0.2]", expect=2)
+    assert "two numbers from 0 to 1, the smaller one first" in capsys.readouterr().err
 
 
 # Sampling on ranks, and the table

@@ -110,7 +110,8 @@ class Task(ABC):
         settings = vars(model.config)
         self.identity["config"] = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
         if self.config.lora.rank:
-            self.identity["lora"] = {"rank": self.config.lora.rank, "alpha": self.config.lora.alpha}
+            known = self.identity.get("lora", {})  # has the fingerprint of the weights below, once a run has them
+            self.identity["lora"] = {**known, "rank": self.config.lora.rank, "alpha": self.config.lora.alpha}
         return adapt(model, self.config.lora, self.config.parallel.method)
 
     @abstractmethod

@@ -260,6 +260,12 @@ class Infer(task.Infer):
                 "--first-frame: this model was trained without clean frames (objective.first_frame and "
                 "objective.random_frames were 0), so it cannot go on from one"
             )
+        low, high = self.config.objective.range
+        if (low, high) != (0, 1):
+            raise ValueError(
+                f"this model was trained on noise levels {low:g} to {high:g} (objective.range) and draws nothing "
+                "alone: export it into the pipeline that has both models"
+            )
         if begun and not options.first_frame:
             raise ValueError(f"model {self.config.model.name} begins clips with an image: pass --first-frame FILE")
         if "mp4" in formats:
