@@ -154,9 +154,11 @@ def gradients(mesh: DeviceMesh, arguments: list[str]) -> tuple[float, float]:
     found: list[list[torch.Tensor]] = []
     for over in (None, mesh):
         task, objective = objective_of(cfg.load(arguments), over)
+        objective.double()  # with these weights, float32 is off by 1e-2 in one process
         if over:
             dsp.parallelize(objective, mesh, gather_output=False)
-        loss = dsp.mean(*objective(**task.batch(objective, 0, 0, 0, 1)))
+        batch = task.batch(objective, 0, 0, 0, 1).items()
+        loss = dsp.mean(*objective(**{k: v.double() if v.is_floating_point() else v for k, v in batch}))
         loss.backward()
         found.append(
             [loss.detach(), *(p.grad if p.grad is not None else torch.zeros(()) for p in objective.parameters())]
@@ -172,7 +174,7 @@ def gradients(mesh: DeviceMesh, arguments: list[str]) -> tuple[float, float]:
 def test_ranks_train_as_one_process(folder: Folder, whole_world: Any, n: int) -> None:
     for worst, largest in whole_world(gradients, n, folder.arguments()):
         assert largest > 1e-2
-        assert worst < 1e-4 * largest
+        assert worst < 1e-5 * largest
 
 
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
