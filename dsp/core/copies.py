@@ -82,7 +82,7 @@ class Copies:
         if not isinstance(t, Carrier):
             return t if need is None else self.axis.narrow(t, need)
         if t.cut == need:
-            return plain(t)
+            return plain(t) if t.base is None or not without_gradient(t) else plain(t).detach()
         base, cut = base_of(t), base_cut(t.ref, need)
         if cut is None and need is not None:  # no cut of the base shows the view so
             return self.axis.narrow(self.part(t, None), need)
@@ -109,6 +109,12 @@ def has_gradient(t: Tensor) -> bool:
     """Tell whether autograd made a tensor: a view that was made without gradient has none in another layout either."""
     with LOCAL():
         return t.grad_fn is not None
+
+
+def without_gradient(t: Carrier) -> bool:
+    """Tell whether a view was made without gradient of a tensor with one, of which torch says that it requires one."""
+    with LOCAL():
+        return t.requires_grad and t.grad_fn is None
 
 
 def differentiable(*bases: Carrier) -> Any:

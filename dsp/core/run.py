@@ -18,7 +18,7 @@ from torch import Tensor
 from dsp.calls import replaced, tensor_args
 from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, claim, one_for_each, plain
 from dsp.core.checkpoints import keep_arguments
-from dsp.core.copies import Copies
+from dsp.core.copies import Copies, without_gradient
 from dsp.core.inputs import Inputs, refuse_meshes
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, floats_of, key_part, node_key
 from dsp.core.offers import Rules, stage_node
@@ -143,12 +143,10 @@ class Runner:
             refuse_write(self.record, f"{node.name}() between stages", operands[i], offer.needs[i])
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
         there = all(t.cut == need if isinstance(t, Carrier) else need is None for t, need in zip(operands, offer.needs))
-        return self.prepared.put(
-            key,
-            shared,
-            at,
-            Ready(node, offer, local, there and local is None and not (node.moves or node.writes or node.loose)),
-        )
+        views = (t for t in operands if isinstance(t, Carrier) and t.base is not None)
+        as_are = there and not any(map(without_gradient, views))
+        unchanged = as_are and local is None and not (node.moves or node.writes or node.loose)
+        return self.prepared.put(key, shared, at, Ready(node, offer, local, unchanged))
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
         """Local results as the model sees them, switched where all that reads them wants another layout."""
