@@ -259,8 +259,8 @@ def value_of(record: Record, base: Base, phase: str) -> Extents:
 def differentiated(node: Node, part: InnerPart) -> bool:
     """Tell whether a part of a collective inside a node has a backward."""
     by_operand = part.operand is None or node.operand_grads[part.operand : part.operand + 1] == (True,)
-    by_result = any(node.result_grads) if part.result is None else node.result_grads[part.result]
-    return by_operand and by_result
+    each = node.result_grads if part.result is None else node.result_grads[part.result : part.result + 1]
+    return by_operand and any(each)
 
 
 def transfers_of(phase: str, node: Node, c: InnerCollective, parts: Sequence[InnerPart]) -> list[Transfer]:
