@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dsp.between import INDEXED, numbered, without_data_of
-from dsp.calls import by_position
+from dsp.calls import GlueError, by_position
 from dsp.core.record import Layout, Record, Ref
 from dsp.gradients import covered_exit
 from dsp.moves import gather_local
@@ -236,7 +236,13 @@ def on_meta(t: Carrier, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch.empty(t.ref.shape, device="meta"), name)(*args, **kwargs)
 
 
+def refuse_backward(*_: Any, **__: Any) -> None:
+    """Raise GlueError for a backward pass in a forward: it would start on this rank's part of a tensor."""
+    raise GlueError("backward() inside a parallelized forward does not work; call it on the loss outside")
+
+
 READERS: dict[Any, Any] = {
+    Tensor.backward: refuse_backward,
     Tensor.shape.__get__: lambda t: t.ref.shape,  # type: ignore[attr-defined]
     Tensor.size: lambda t, dim=None: t.ref.shape if dim is None else t.ref.shape[dim],
     Tensor.ndim.__get__: lambda t: len(t.ref.shape),  # type: ignore[attr-defined]

@@ -14,12 +14,17 @@ from dsp.stages import Stage
 
 
 class Observed(Protocol):
-    """A parallel model as its observers see it (`dsp.core.parallel.Parallel`)."""
+    """A parallel model as its observers see it (`dsp.core.parallel.Parallel`).
+
+    reason: the error of the last forward that could not be recorded before it ran.
+    """
 
     model: nn.Module
     axis: Axis
     stages: list[Stage]
     root: StagePattern | None
+    gather: bool
+    reason: str
     forward: Callable[..., Any]
 
 
@@ -38,12 +43,13 @@ class ModelCall(NamedTuple):
 class Events:
     """The events of a call, each with the functions that are called then. One that raises ends the call.
 
-    begin: a call begins; ready: its record is there, and nothing has been sent; end: it has run, and returns this
-    output; fail: it raised this error; over: it has ended in either way.
+    begin: a call begins; made: a record was made for it, or made again; ready: its record is there, and nothing has
+    been sent; end: it has run, and returns this output; fail: it raised this error; over: it has ended in either way.
     """
 
     def __init__(self) -> None:
         self.begin: list[Callable[[], None]] = []
+        self.made: list[Callable[[ModelCall], None]] = []
         self.ready: list[Callable[[ModelCall], None]] = []
         self.end: list[Callable[[ModelCall, Any], None]] = []
         self.fail: list[Callable[[BaseException], None]] = []

@@ -62,7 +62,7 @@ class Parallel:
     observers: of its calls (`dsp.core.observed`); passes: over the nodes of each planned record; options: of
     recordings; send: makes switches of results of operations; paths: of carriers that calls left and later ones read;
     leaving: keys of records that leave others, which nobody is known to read; running: the number of its forwards that
-    run.
+    run; led: the number of records made.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Parallel:
     def install(self) -> None:
         """Take the place of the calls of stages."""
         self.records, self.paths, self.running = dict[Any, Record](), list[Path](), 0
-        self.leaving = set[Any]()
+        self.leaving, self.reason, self.led = set[Any](), "", 0
         self.cuda = self.axis.mesh.device_type == "cuda"
         self.stage_calls = [StageCall(stage, stage.module) for stage in self.stages]
         self.staged = [stage.module for stage in self.stages]
@@ -148,8 +148,11 @@ class Parallel:
                 leaves = [waited(t) if isinstance(t, Tensor) else t for t in leaves]
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
         key = spec, *map(properties, leaves), self.modes(), torch.is_grad_enabled()
+        led = self.led
         record = self.record(key, args, kwargs)
         call = ModelCall(args, kwargs, leaves, spec, key, record)
+        for made in self.events.made if led != self.led else ():
+            made(call)
         for ready in self.events.ready:
             ready(call)
         outside: Any = record.driver
@@ -247,6 +250,7 @@ class Parallel:
 
     def lead(self, record: Record, args: Any, kwargs: Any) -> None:
         """Give a record what drives it."""
+        self.led += 1
         inputs = Inputs(record, self.axis, self.signature.bind(args, kwargs)[1])
         record.driver = Outside(Runner(record, self.rules, self.axis, self.send), inputs, lambda: self.running > 0)
 
@@ -273,9 +277,10 @@ class Parallel:
             )
         except (NotationError, GlueError):
             raise
-        except Exception:  # the forward reads its data, or calls what cannot run without
+        except Exception as error:  # the forward reads its data, or calls what cannot run without
             record = Record(n, sizes_of_root(self.model, self.root, args, kwargs), self.rules, self.stages)
             record.memories, record.compiled = None, compiler_loaded()
+            self.reason = f"{type(error).__name__}: {error}"
             bound = self.signature.bind(args, kwargs)[1]
             add_inputs(record, bound, arrivals(bound))
             enter_sharded(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from dsp.core.keys import key_part, node_key
 from dsp.core.meter import NodeMeter
 from dsp.core.offers import Rules, operands_of, stage_node
 from dsp.core.persistent import PersistentTensors, persistent_tensors
+from dsp.core.precision import Casts, Precision
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
@@ -139,7 +141,8 @@ class RecordOptions(NamedTuple):
     meter: makes the observer of the record's nodes, from the record, the module that runs, and the tensors that exist;
     dtype: of floating-point tensors, by default their own; data: it runs on copies of tensors, not on tensors without
     data; no_sources: keys of calls that are no sources; filled: of those that are, however short (`Record.filled`);
-    equal: of equal stages, equal calls run once; given: the cuts of inputs that will arrive sharded, by parameter.
+    equal: of equal stages, equal calls run once; given: the cuts of inputs that will arrive sharded, by parameter;
+    mixed: in the dtypes of `fully_shard`'s mixed precision.
     """
 
     meter: Callable[[Record, nn.Module, Iterable[Tensor]], NodeMeter] = lambda *_: NodeMeter()
@@ -149,6 +152,7 @@ class RecordOptions(NamedTuple):
     filled: frozenset[Any] = frozenset()
     equal: bool = True
     given: Mapping[str, Cut] = MappingProxyType({})
+    mixed: bool = True
 
     def dtype_of(self, t: Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and t.is_floating_point() else t.dtype
@@ -160,8 +164,8 @@ PLAIN = RecordOptions()
 class Doubles:
     """The copies on which a forward is recorded: tensors without data, or, with options.data, of the same numbers."""
 
-    def __init__(self, options: RecordOptions) -> None:
-        self.options = options
+    def __init__(self, options: RecordOptions, dtypes: Mapping[int, torch.dtype]) -> None:
+        self.options, self.dtypes = options, dtypes
         self.mode: Any = nullcontext() if options.data else Fakes(allow_non_fake_inputs=True)
         self.by_id: dict[int, Tensor] = {}
 
@@ -169,7 +173,7 @@ class Doubles:
         if isinstance(t, Carrier):
             return t
         if id(t) not in self.by_id:
-            kind = self.options.dtype_of(t)
+            kind = self.dtypes.get(id(t)) or self.options.dtype_of(t)
             self.by_id[id(t)] = copied(t, kind) if self.options.data else fake_tensor(self.mode, t, kind)
         return self.by_id[id(t)]
 
@@ -227,10 +231,13 @@ def record_forward(
     A table of which no input is a part, and that outlives the forward, is made in full: others may read it. So what it
     is made of is no source: the forward is recorded again.
     """
-    copies = Doubles(options)
+    staged = {id(m) for stage in stages for m in stage.module.modules()}
+    precision = Precision(model if options.mixed and options.dtype is None else nn.Module(), staged)
+    copies = Doubles(options, precision.parameters)
     signature, inputs = signature_of(model, root), (args, kwargs)
     sharded = arrivals_as_stated(signature.bind(args, kwargs)[1], options.given)
     clone = ModelCopy(model, stages, copies)
+    precision.hooks(clone.memo)
     args, kwargs = remade((tuple(args), dict(kwargs)), copies.of)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules, stages)
     record.no_sources |= options.no_sources
@@ -241,7 +248,9 @@ def record_forward(
     once(clone.groups, meter.first, meter.again)
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     try:
-        with World(model, *inputs, data=options.data, own=tensors) as world, persistent.entered(world):
+        world_of = World(model, *inputs, data=options.data, own=tensors)
+        with world_of as world, persistent.entered(world), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run warns
             call = carried_inputs(record, signature, args, kwargs, sharded)
             hidden = saved_tensors_hooks(lambda t: t, lambda t: t)  # from a checkpoint around the model
             with hidden, CompileOff(), any_device(), copies.mode, meter, recorder.seen, watched(record):
@@ -251,6 +260,8 @@ def record_forward(
             paths = [path for path, _ in persistent_tensors(clone.module, args, kwargs)]
             reached = World(clone.module, args, kwargs).seen.values() if record.sources else ()
             outliving = {t.ref for t in reached if isinstance(t, Carrier)}
+    except Casts:
+        return record_forward(model, stages, root, *inputs, n, rules, options._replace(mixed=False))
     finally:
         copies.end()
     if more := made_of_sources(record, outliving) - options.no_sources:

@@ -53,6 +53,7 @@ MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error
 class InStage(NamedTuple):
     """The call of a stage's module on this rank's parts, while it runs."""
 
+    record: Record
     node: Node
     offer: Offer
     args: Any
@@ -197,7 +198,7 @@ class Runner:
             (args if type(slot) is int else kwargs)[slot] = part
         if nested:
             args, kwargs = map_tensors((args, kwargs), map(plain, tensors_in((args, kwargs))))
-        RUNNING.set(InStage(node, offer, args, kwargs))
+        RUNNING.set(InStage(self.record, node, offer, args, kwargs))
         with self.drawing(node, offer) if node.draws is not False or self.looks else UNCHANGED:
             out = (local or call)(*args, **kwargs)
         RUNNING.set(node)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from dsp.core.observed import Events, Observe, Observed
+from dsp.guard.advice import advise_on_plans
 from dsp.guard.agreement import Agreement
 from dsp.guard.notes import explain_errors
 from dsp.guard.traffic import TrafficGuard
@@ -41,4 +42,4 @@ def refuse_threads(parallel: Observed, events: Events) -> None:
     events.over.append(idle.release)
 
 
-GUARDS: Sequence[Observe] = (refuse_threads, compare_calls, explain_errors)
+GUARDS: Sequence[Observe] = (refuse_threads, compare_calls, advise_on_plans, explain_errors)

@@ -70,9 +70,12 @@ class StageShard(NamedTuple):
 
 
 def shard_of(running: InStage, axis: Axis) -> StageShard | None:
-    """The shard on which a stage runs; None if it runs replicated."""
-    call, option = running.node.call, running.offer.option
+    """The shard on which a stage runs; None if it runs replicated, or was not recorded before: it may raise on full
+    tensors, too."""
+    call, option, record = running.node.call, running.offer.option, running.record
     if not isinstance(call, BoundStage) or option is None or option.name is None:
+        return None
+    if not record.planned or record.replans:
         return None
     _, bound = call.stage.signature.bind(running.args, running.kwargs)
     arguments = [Argument(b.slot, b.pattern, tuple(b.tensor.shape)) for b in bound]

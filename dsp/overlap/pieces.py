@@ -130,6 +130,8 @@ class PieceRun:
         self.arriving: dict[int, ChunkedSwitch] = {}
         self.leaving: dict[int, ChunkedSwitch] = {}
         self.results: list[list[Tensor]] = []
+        self.stage_call = RUNNING.get()
+        RUNNING.set(of.pieces.node)  # what is sent here is sent for the node
         self.recomputes = backward_pass() != -1
 
     def let_go(self) -> None:
@@ -160,7 +162,9 @@ class PieceRun:
             versions = [version(t) for t in taken]
             for slot, t in zip(of.slots, taken):
                 (args if type(slot) is int else kwargs)[slot] = t
+            RUNNING.set(self.stage_call)
             out = forward(*args, **kwargs)
+            RUNNING.set(self.planned.node)
             if versions != [version(t) for t in taken]:
                 raise GlueError(WRITES.format(who=self.planned.stage.where))
             self.keep(i, out)

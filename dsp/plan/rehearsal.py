@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from dsp.core.equal_modules import alike, fingerprint, once
+from dsp.core.precision import Casts, Precision
 from dsp.layout import Cut
 from dsp.notation import StagePattern
 from dsp.plan.events import Trace
 from dsp.plan.measuring import MeasuringTracer
 from dsp.plan.operations import Operations
-from dsp.plan.precision import Casts, Precision
 from dsp.plan.tracing import Rehearsal, Tracer, watch
 from dsp.private import COMPILERS_OWN, compiler_loaded, storage_id, wraps_compiled
 from dsp.signature import Bound

@@ -16,6 +16,7 @@ from dsp.methods import Sent, add_sent
 from dsp.notation import BATCH_NAMES
 from dsp.overlap.hidden import Overlapped
 from dsp.planner import Layout, Problem
+from dsp.report.idle import idle_ranks
 from dsp.report.picture import ribbon
 from dsp.text import generic, human, number_of
 from dsp.wire import AS_IT_IS, Wire
@@ -342,14 +343,7 @@ class Plan:
     def idle(self, least: float = 0) -> list[str]:
         """A sentence for each dim that is too short to give all ranks a part of some stages; `least`: the least share
         of idle ranks."""
-        found: dict[tuple[int, str], dict[str, None]] = {}
-        for r in self.stages:
-            if r.idle > 0 and r.idle >= least * self.size and r.layout is not None:
-                found.setdefault((r.idle, r.layout), {})[generic(r.name)] = None
-        return [
-            f"{idle} of {self.size} ranks have nothing to do in {', '.join(names)}: {along!r} is too short for them"
-            for (idle, along), names in found.items()
-        ]
+        return idle_ranks(self.size, [(r.name, r.layout, r.idle) for r in self.stages], least)
 
     def _timing(self, hardware: Hardware) -> list[str]:
         link, e, calls = hardware.axis(self.size, self._mostly), self.estimate, sum(self.calls.values())

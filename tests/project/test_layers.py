@@ -20,18 +20,18 @@ ROOMS = {
     "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out functions""",
     "plan": """script record recorder events values choices tracing solve program
-        places precision operation names backwards operations measuring rehearsal reads
+        places operation names backwards operations measuring rehearsal reads
         cost overlap traffic advice make""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         traffic_check piecewise recipes follow gradient_hooks functions
         scripted glue hooks guards tidy graph parallel""",
-    "core": """meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers checkpoints
-        inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement decide observed
-        parallel""",
+    "core": """precision meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers
+        checkpoints inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement decide
+        observed parallel""",
     "glue": "traffic local sources offers",
     "overlap": "options hidden chunked pieces choice ahead",
-    "report": "without_data quickest traffic legs picture table names cost measure advice plan",
-    "guard": "agreement traffic notes guards",
+    "report": "without_data idle quickest traffic legs picture table names cost measure advice plan",
+    "guard": "agreement traffic notes advice guards",
     "cluster": "choose",
     "check": "report compare modes independence check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",

@@ -1,0 +1,75 @@
+"""Warnings about plans, each logged once: ranks without a part, and work that every rank repeats."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from dsp.core.observed import Events, ModelCall, Observed
+from dsp.core.record import Node, Record
+from dsp.notation import BATCH_NAMES
+from dsp.planner import chunk_sizes
+from dsp.report.idle import idle_ranks
+from dsp.report.plan import Goal, plan_stages
+
+log = logging.getLogger("dsp")
+
+
+class Advice:
+    """The warnings of one model. advised: on its first plan."""
+
+    def __init__(self, parallel: Observed) -> None:
+        self.parallel, self.advised = parallel, False
+
+    def made(self, call: ModelCall) -> None:
+        if not call.record.planned:
+            log.info("no plan ahead of the run, stages choose greedily: %s", self.parallel.reason)
+        elif not self.advised:
+            self.advised = True
+            self.on_plan(call)
+
+    def on_plan(self, call: ModelCall) -> None:
+        """Warn of ranks without a part, and of work that every rank repeats."""
+        record, model = call.record, self.parallel
+        if idle := idle_ranks(record.n, idle_in(record), 1 / 3):
+            self.say(". ".join(idle))
+        if record.replans or not repeats_work(record):
+            return
+        try:
+            goal = Goal(record.n, gather_output=model.gather)
+            plan = plan_stages(model.model, model.stages, model.root, call.args, call.kwargs, goal, advise=True)
+        except Exception as reason:
+            log.debug("no advice on a plan: %s: %s", type(reason).__name__, reason)
+            return
+        if plan.advice:
+            self.say(plan.advice)
+
+    def say(self, text: str) -> None:
+        (log.warning if self.parallel.axis.rank == 0 else log.info)(text)
+
+
+def advise_on_plans(parallel: Observed, events: Events) -> None:
+    """Warn of what a model's first plan leaves to wish for; log why a forward was not planned before it ran."""
+    events.made.append(Advice(parallel).made)
+
+
+def idle_in(record: Record) -> Iterator[tuple[str, str | None, int]]:
+    """The name of each stage call, the dim that it is sharded along, and the number of ranks without a part of it."""
+    for node in record.nodes:
+        option = None if node.offer is None else node.offer.option
+        if option is not None and option.name is not None:
+            yield node.name, option.name, chunk_sizes(option.size, record.n).count(0)
+
+
+def repeats_work(record: Record) -> bool:
+    """Tell whether every rank may repeat work on long tensors; what that costs, a measured plan tells."""
+    return record.compiled or any(replicated_node(record, node) for node in record.nodes)
+
+
+def replicated_node(record: Record, node: Node) -> bool:
+    if node.offer is None or node.view or node.identity or node.kind == "output":
+        return False
+    if node.kind == "stage":
+        return node.offer.option is None or node.offer.option.name in (None, *BATCH_NAMES)
+    long = max((t.nbytes for t in (*node.refs, *node.results)), default=0) * record.n >= 1.5 * record.longest
+    return long and not any((*node.offer.needs, *node.offer.gives))
