@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dsp.core.placement import place
-from dsp.core.record import FREE, Base, Layout, Node, Offer, Record, Ref
+from dsp.core.record import FREE, Base, Layout, Node, Offer, Record, Ref, replicated
 from dsp.layout import separable
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
 from dsp.planner import Value as Extents
@@ -37,6 +37,8 @@ def decide(
     may be sharded to save bytes; say: gets progress. Raises `dsp.planner.Infeasible` if nothing fits in the memory.
     """
     nodes = [node for node in record.nodes if not (node.view or node.identity)]
+    if gather:
+        replicate_before_outputs(nodes)
     names = names_of(record, nodes)
     versions = Versions(record.bases)
     ops = []
@@ -125,6 +127,20 @@ def priced(op: Op, node: Node, values: Sequence[Extents], n: int, memory: int | 
             saved += sum(values[v].local_bytes(k, n) for v, k in zip(op.inputs, c.needs))
         choices.append(replace(c, work=work, saved=saved))
     return replace(op, choices=tuple(choices))
+
+
+def replicate_before_outputs(nodes: Sequence[Node]) -> None:
+    """Let operations run replicated that only rearrange numbers, or whose operands every rank can make, where nothing
+    but gathered outputs is made of their results: these are replicated anyway."""
+    elsewhere: set[Base] = set()  # bases of which something else is made
+    for node in reversed(nodes):
+        made = {*written_bases(node), *(r.base for r in node.results)}
+        cheap = node.rearranges or (bool(node.bases) and all(v.free for v in node.bases))
+        if node.kind == "operation" and cheap and made.isdisjoint(elsewhere):
+            if all(any(o.needs) for o in node.offers):
+                node.offers.append(replicated(node, len(node.results)))
+        elif node.kind != "output":
+            elsewhere.update(node.bases)
 
 
 def output_offers(node: Node, gather: bool) -> list[Offer]:

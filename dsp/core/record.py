@@ -226,17 +226,17 @@ class Node:
     """A node, and, once it is planned, the decision: an offer, the moves before it, and those of its results.
 
     kind: "stage", "operation", "output", or "plain" (functions of plain tensors, where they were measured); operands: a
-    `Ref`, or, of a tensor that no plan shards, its shape; identity: it returned its first operand, unchanged;
-    checkpointed: it lies in an activation checkpoint; regions: the places in the checkpoints around it, the outermost
-    first; operand_grads, result_grads: through it these get a gradient from the outputs; draws: random numbers (None:
-    nobody knows); cost, line, module: what it costs, the line of the user's code, and the path of the module that runs
-    it, where they were measured; view_cut: of a view, from a cut of the first operand to that of the result; push: for
-    each result, the layout to which it is switched as soon as it is made (None: none); writes: the operands that it
-    writes into; kin: the results that share memory with others on one device (`dsp.core.writes.kin_of`); kin_unknown:
-    no rank can tell; loose: it copies only if it must; constants: of a stage, the numbers that it returned beside
-    tensors; stateful: of a stage, it wrote to what its modules keep; like: the node of a plan that this one differs
-    from in numbers alone; inside: the cost of a stage's modules that communicate themselves, by the dim that it is
-    sharded along.
+    `Ref`, or, of a tensor that no plan shards, its shape; rearranges: it makes no new numbers; identity: it returned
+    its first operand, unchanged; checkpointed: it lies in an activation checkpoint; regions: the places in the
+    checkpoints around it, the outermost first; operand_grads, result_grads: through it these get a gradient from the
+    outputs; draws: random numbers (None: nobody knows); cost, line, module: what it costs, the line of the user's code,
+    and the path of the module that runs it, where they were measured; view_cut: of a view, from a cut of the first
+    operand to that of the result; push: for each result, the layout to which it is switched as soon as it is made
+    (None: none); writes: the operands that it writes into; kin: the results that share memory with others on one device
+    (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell; loose: it copies only if it must; constants: of a stage,
+    the numbers that it returned beside tensors; stateful: of a stage, it wrote to what its modules keep; like: the node
+    of a plan that this one differs from in numbers alone; inside: the cost of a stage's modules that communicate
+    themselves, by the dim that it is sharded along.
     """
 
     kind: str
@@ -247,6 +247,7 @@ class Node:
     offers: list[Offer] = field(default_factory=list)
     in_place: bool = False
     view: bool = False
+    rearranges: bool = False
     identity: bool = False
     checkpointed: bool = False
     regions: tuple[RegionPlace, ...] = ()

@@ -74,8 +74,8 @@ class ShardingRules:
 class Combinations:
     """The combinations of layouts of a node's operands that its rule takes.
 
-    offers: those found; refusal: the first error of the rule; views: all outcomes are views; passes: one passes a dim
-    freely, and not the batch.
+    offers: those found; refusal: the first error of the rule; views: all outcomes are views;
+    rearranges: so are all but the refused ones; passes: one passes a dim freely, and not the batch.
     """
 
     def __init__(self, record: Record, node: Node) -> None:
@@ -87,7 +87,7 @@ class Combinations:
     def restart(self) -> None:
         self.offers: list[Offer] = []
         self.refusal: GlueError | None = None
-        self.views, self.passes = True, False
+        self.views, self.rearranges, self.passes = True, True, False
 
     @property
     def stuck(self) -> bool:
@@ -162,7 +162,8 @@ class Combinations:
             return  # as without
         inner = inner_collectives(node, needs, outcome, n)
         cut = outcome.cut
-        self.views &= cut is not None and outcome.view
+        view = cut is not None and outcome.view
+        self.views, self.rearranges = self.views and view, self.rearranges and view
         batch = cut is not None and self.is_batch(cut, layout)
         joined = any(c is not None and c.joined for c in (cut, *needs))
         self.passes |= cut is not None and not (inner or batch or joined)
@@ -222,6 +223,7 @@ class Combinations:
             self.offers, self.views = [replicated(node, len(node.results))], False
         one = len(node.results) == 1 and len(node.refs) == 1 and not node.in_place
         node.view = one and self.views and node.results[0].memory == node.refs[0].memory
+        node.rearranges = self.rearranges and bool(parts) and not node.in_place
         node.view_cut = self.view_cut
         return self.offers
 
