@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -165,8 +165,7 @@ class Combinations:
         view = cut is not None and outcome.view
         self.views, self.rearranges = self.views and view, self.rearranges and view
         batch = cut is not None and self.is_batch(cut, layout)
-        joined = any(c is not None and c.joined for c in (cut, *needs))
-        self.passes |= cut is not None and not (inner or batch or joined)
+        self.passes |= cut is not None and not (inner or batch or any_joined((cut, *needs)))
         results = len(node.results) or MOST
         sizes = outcome.sizes or (outcome.size,) * results
         unchanged = runs_unchanged(frame, outcome) and all(last_parts(needs, node, n))
@@ -259,6 +258,11 @@ class Combinations:
             return None
         self.offers.append(Offer(needs, (outcome.cut,), (outcome.size,), local=LocalRule(node, needs)))
         return outcome.cut
+
+
+def any_joined(layouts: Iterable[Layout]) -> bool:
+    """Tell whether one of the cuts is along a dim joined of pieces that are sharded one by one."""
+    return any(cut is not None and cut.joined for cut in layouts)
 
 
 def runs_unchanged(frame: Frame, o: Outcome) -> bool:
