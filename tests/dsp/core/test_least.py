@@ -1,4 +1,4 @@
-"""What `decide` chooses of the offers of a record costs least: against all combinations of offers, one by one."""
+"""The offers that `decide` chooses for a record cost least: against all combinations, one by one."""
 
 from __future__ import annotations
 
