@@ -268,6 +268,7 @@ def after_backward(call: Any) -> None:
 
 
 functions_seen = torch._C._is_torch_function_enabled  # tells whether torch functions are handed to subclasses
+BELOW = torch._C._DisableTorchDispatch  # a context in which no dispatch mode or tensor without data sees an operation
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # the active saved-tensor hooks
 
 
@@ -382,6 +383,7 @@ SCRIPTED = (torch._C.ScriptFunction, torch._C.ScriptMethod)  # what TorchScript 
 
 
 __all__ = [
+    "BELOW",
     "COMPILERS_OWN",
     "CONTEXT",
     "FLEX",

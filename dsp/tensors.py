@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dsp.private import StorageWeakRef, base_of, is_view, pytree, values_of, version_of
+from dsp.private import BELOW, StorageWeakRef, base_of, is_view, pytree, values_of, version_of
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def edge(t: Tensor) -> Edge | None:
     with torch._C.DisableTorchFunction(), torch.enable_grad():
         if not t.requires_grad or t.grad_fn is not None:
             return (t.grad_fn, t.output_nr) if t.grad_fn is not None else None
-        with torch._C._DisableTorchDispatch():  # no operation of a forward that is recorded
+        with BELOW():  # no operation of a forward that is recorded
             viewed = t.view_as(t).grad_fn  # leads to a leaf's node; a view made under no_grad has none
         return known(viewed and viewed.next_functions[0])
 

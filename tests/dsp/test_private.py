@@ -616,3 +616,15 @@ def test_functions_seen_is_false_where_subclasses_see_no_functions():
     assert private.functions_seen()
     with torch._C.DisableTorchFunction():
         assert not private.functions_seen()
+
+
+def test_below_neither_modes_nor_tensors_without_data_see_an_operation():
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    with private.FakeTensorMode():
+        x = torch.empty(3, requires_grad=True)
+    with Seen(), private.BELOW():
+        node = x.view_as(x).grad_fn
+    assert node.next_functions[0][0].variable is x
