@@ -40,9 +40,7 @@ def install(
     if not NEW:
         FullRuntime(model, axis, stages, root, gather_output, **options).install()
         return
-    overlap = options.pop("overlap", None)
-    refuse(options)
-    parallel.install(model, axis, stages, root, gather_output, overlap)
+    parallel.install(model, axis, stages, root, gather_output, **options)
 
 
 def running_place() -> RankPart | None:
@@ -61,9 +59,3 @@ def goal(
     if not NEW:
         return Goal(size, **options, again_inside=recompute, kept_inside=save_exchanges)  # type: ignore[call-arg]
     return Goal(size, **options, recompute=recompute, save_exchanges=save_exchanges)
-
-
-def refuse(options: dict[str, Any]) -> None:
-    asked = [name for name, value in options.items() if value]
-    if asked:
-        raise NotImplementedError(f"{asked[0]}= does not work with DSP_HOUSE=new yet")

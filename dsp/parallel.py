@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dsp.compiled.replay import Compiled
+from dsp.core.observed import Observe
 from dsp.core.parallel import Parallel
 from dsp.core.recording import PLAIN, RecordOptions
 from dsp.glue.offers import ShardingRules
@@ -31,6 +33,7 @@ def parallelize(
     mesh: DeviceMesh,
     stages: Mapping[str, str] | None = None,
     gather_output: bool = True,
+    compile: bool | str = False,
     wire: str | Mapping[str, str] = SAME,
     route: str | Route | Hardware | None = None,
     overlap: int | str | Hardware | None = None,
@@ -46,6 +49,10 @@ def parallelize(
     the ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient. At size 1 the model is returned
     untouched.
 
+    compile: True, or the name of a backend of torch.compile, compiles the forward with its collectives as one graph,
+    from the second call with inputs of one signature on (docs/compile.md). If one graph cannot replace a forward, it
+    runs uncompiled, with a warning that says why.
+
     wire: the format in which a switch sends real numbers: ``"same"``, unchanged; or ``"bf16"``, ``"fp8"`` or
     ``"int8"``, in fewer bits, which is not exact (docs/wire.md). ``{"forward": ..., "backward": ...}`` sets the format
     of gradients apart. route: how a switch goes over ranks of several nodes: ``"direct"``, ``"hierarchical"``,
@@ -57,13 +64,19 @@ def parallelize(
     added up piece by piece, which rounds differently.
     """
     refuse_overlap(overlap)
+    if compile and overlap is not None:
+        raise ValueError(
+            f"overlap={overlap!r} with compile={compile!r}: in one graph the compiler decides when something is "
+            "sent. Give one of the two; or compile the forwards of stages, block.forward = "
+            "torch.compile(block.forward), which overlap= can cut into pieces"
+        )
     batches, mesh = axes_of(model, mesh)
     mesh, route = Route.along(mesh, route)
     axis = Axis.of(mesh, Wire.of(wire), route)
     if (parts := parts_of(model, stages, axis.rank)) is not None:
         for part in parts:
             if axis.size > 1:
-                parallelize(part.module, mesh, part.stages, gather_output, wire, route, overlap)
+                parallelize(part.module, mesh, part.stages, gather_output, compile, wire, route, overlap)
                 part.place()
             if batches is not None and batches.size() > 1 and not isinstance(part.module, Method):
                 SharedBatch(part.module, part.stages, Axis.of(batches)).attach()
@@ -73,18 +86,20 @@ def parallelize(
     if axis.size > 1:
         stated = stages if stages is not None else getattr(model, "stages", None)
         given = {"stages": stated, "wire": axis.wire, "route": axis.ways, "gather_output": gather_output}
-        agree(axis, model, {**given, "overlap": repr(overlap)})
+        agree(axis, model, {**given, "compile": compile, "overlap": repr(overlap)})
     declarations = stages_of(model, stages)
     if axis.size > 1:
-        install(model, axis, *declarations, gather_output, overlap_of(overlap, mesh=mesh, dtype=kind_of(model)))
+        cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))
+        install(model, axis, *declarations, gather_output, compile, cut)
     return model
 
 
 def install(
     model: nn.Module, axis: Axis, stages: list[Stage], root: StagePattern | None, gather_output: bool,
-    overlap: Overlap = None,
+    compile: bool | str = False, overlap: Overlap = None,
 ) -> None:  # fmt: skip
     """Make a model parallel in place, by its stages."""
+    observers: Sequence[Observe] = (*GUARDS, Compiled(compile)) if compile else GUARDS
     passes = () if overlap is None else (CutStages(overlap, axis.wire),)
     options = RecordOptions(Measure) if isinstance(overlap, Hardware) else PLAIN
-    Parallel(model, axis, stages, root, gather_output, ShardingRules(), GUARDS, passes, options, send_ahead)
+    Parallel(model, axis, stages, root, gather_output, ShardingRules(), observers, passes, options, send_ahead)

@@ -119,7 +119,7 @@ FAULTS = [
     ),
     Fault(
         "a graph forgets where gradients are switched off",
-        "dsp/run/tidy.py",
+        "dsp/compiled/tidy.py",
         "if needs and written != now:",
         "if False:",
         "dsp/run/test_graph::test_outputs_every_gradient_and_the_collectives",

@@ -150,7 +150,7 @@ def claim(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | 
     """The same for a new tensor, to which nothing else refers: in place."""
     if type(local) is Tensor:
         local.__class__ = Carrier
-    elif type(local) is FakeTensor:
+    elif type(local) is FakeTensor and cut is None:  # of a part torch would read the global shape
         local.__class__ = carrier_of(FakeTensor)
     else:
         return carry(record, local, ref, cut, base)

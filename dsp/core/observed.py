@@ -45,6 +45,8 @@ class Events:
 
     begin: a call begins; made: a record was made for it, or made again; ready: its record is there, and nothing has
     been sent; end: it has run, and returns this output; fail: it raised this error; over: it has ended in either way.
+    instead: a function that may run a call, with this rank's part of its arguments, in the place of the model's code,
+    and return its output; NotImplemented: it does not. Such a call has no end.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class Events:
         self.end: list[Callable[[ModelCall, Any], None]] = []
         self.fail: list[Callable[[BaseException], None]] = []
         self.over: list[Callable[[], None]] = []
+        self.instead: Callable[[ModelCall, Any, Any], Any] | None = None
 
 
 # an observer of the calls of a model: it adds its functions to the events

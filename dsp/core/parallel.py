@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from dsp.core.inputs import Inputs, add_inputs, arrivals, enter_sharded, propert
 from dsp.core.observed import Events, ModelCall, Observe
 from dsp.core.offers import Rules, lay_out
 from dsp.core.persistent import adopt, layout_at
-from dsp.core.record import Record
+from dsp.core.record import Layout, Record
 from dsp.core.recording import PLAIN, RecordOptions, record_forward
 from dsp.core.run import Outside, Runner, Send, at_once
 from dsp.core.stage_calls import UNCHANGED, StageCall, keep_compiled
@@ -162,12 +162,16 @@ class Parallel:
         token = self.agree_on_draws(record, outside.runner)
         record.driver, self.running = outside.runner, self.running + 1
         try:
+            if self.events.instead is not None:
+                out = self.events.instead(call, local_args, local_kwargs)
+                if out is not NotImplemented:
+                    return out
             watch = watched(record) if record.sources or not record.planned else UNCHANGED
             with watch, CompileOff() if record.compiled else UNCHANGED:
                 out = self.forward(*local_args, **local_kwargs)
             if record.in_flight:
                 arrive(record)
-            out = self.bring_out(outside.runner, out)
+            out = hand_out(self.axis, out, self.bring_out(outside.runner, out))
             for end in self.events.end:
                 end(call, out)
             return out
@@ -296,28 +300,46 @@ class Parallel:
         for one in self.passes:
             one(record, decision)
 
-    def bring_out(self, runner: Runner, out: Any) -> Any:
-        """The output of the model: gathered, or as DTensors."""
+    def bring_out(self, runner: Runner, out: Any) -> list[Output]:
+        """The tensors that a forward returns, gathered if the caller asks for that."""
         record = runner.record
         if not record.planned:
             refuse_functions(tensors_in(out))
             if self.root is not None:
                 self.root.refuse_outputs([t.shape for t in tensors_in(out)])
-        tensors: list[Any] = []
+        outputs: list[Output] = []
         for k, t in enumerate(tensors_in(out)):
             if not isinstance(t, Carrier):
-                tensors.append(t)
+                outputs.append(Output(t))
                 continue
             nodes = record.by_key.get(("output", k, t.ref))
             node = nodes[0] if nodes else runner.added.output(k, t)
             if self.gather and t.cut is not None:
                 [full] = runner.copies.bring(node, [t], [None])
-                tensors.append(covered_exit(full) if full.requires_grad else full)
-            elif t.cut is not None:
-                tensors.append(self.axis.wrap(plain(t), t.cut, t.ref.shape, guard=True))
+                outputs.append(Output(full, gathered=True))
             else:
-                tensors.append(plain(t))
-        return map_tensors(out, tensors)
+                outputs.append(Output(plain(t), t.cut, t.ref.shape))
+        return outputs
+
+
+class Output(NamedTuple):
+    """A tensor that a forward returns: this rank's part in a cut, of a tensor of global `shape`, or all of it;
+    gathered: from all ranks."""
+
+    tensor: Tensor
+    cut: Layout = None
+    shape: Sequence[int] = ()
+    gathered: bool = False
+
+
+def hand_out(axis: Axis, out: Any, outputs: Sequence[Output]) -> Any:
+    """The output of a forward, with these tensors in it; those that are sharded as DTensors."""
+    tensors: list[Tensor] = []
+    for t, cut, shape, gathered in outputs:
+        if cut is not None:
+            t = axis.wrap(t, cut, shape, guard=True)
+        tensors.append(covered_exit(t) if gathered and t.requires_grad else t)
+    return map_tensors(out, tensors)
 
 
 def refuse_transformed(model: nn.Module) -> None:

@@ -152,8 +152,8 @@ class Runner:
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
         """Local results as the model sees them, switched where all that reads them wants another layout."""
         make = carry if node.kind == "stage" else claim  # a module may keep what it returned
+        base = None if viewed is None else base_of(viewed)
         if type(out) is Tensor and node.results and (not node.push or node.push[0] in (None, offer.gives[0])):
-            base = None if viewed is None else base_of(viewed)
             return make(self.record, out, node.results[0], offer.gives[0], base)
         tensors = [*map(plain, tensors_in(out))]
         if len(node.results) < len(tensors):
@@ -165,9 +165,8 @@ class Runner:
         switched, results = iter(self.switch(node, parts)), list[Tensor]()
         for p, r in zip(parts, node.results):
             moves = p.src is not None and p.src != p.dst
-            results.append(
-                claim(self.record, next(switched), r, p.dst) if moves else make(self.record, p.local, r, p.src)
-            )
+            made, local, cut = (claim, next(switched), p.dst) if moves else (make, p.local, p.src)
+            results.append(made(self.record, local, r, cut, base))
         return results[0] if isinstance(out, Tensor) else map_tensors(out, one_for_each(tensors, results))
 
     def switch(self, node: Node, parts: Sequence[Part]) -> list[Tensor]:

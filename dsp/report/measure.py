@@ -20,7 +20,7 @@ from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
 from dsp.lines import line_now
 from dsp.methods import NOTHING_INSIDE, InsideCost, StageMethod
-from dsp.private import FakeTensor, checkpoint_frame, compiled_callers, storage_id
+from dsp.private import checkpoint_frame, compiled_callers, storage_id
 from dsp.stages import clean
 
 
@@ -77,9 +77,7 @@ class Measure(Meter):
         self.attention.__exit__(*error)
         self.saving.__exit__(*error)
 
-    def pack(self, t: Tensor) -> Any:
-        if self.recompute and self.stage is not None and isinstance(t, FakeTensor):  # a checkpoint would not keep it
-            return partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    def pack(self, t: Tensor) -> Tensor:
         # a node that saves its own result, as tanh does, would hold itself for good, through this function too
         kept = t if t.grad_fn is None else t.detach()  # of a carrier, this begins a node
         self.saved.append(kept)
@@ -131,7 +129,7 @@ class Measure(Meter):
         super().write(node, value[0])
         frame, cost, node.inside = checkpoint_frame(), *value[1:]
         itself = isinstance(node.call, BoundStage) and checkpointed(node.call.stage.module.__dict__.get("forward"))
-        itself_or_asked = itself or (node.kind == "stage" and self.recompute and torch.is_grad_enabled())
+        itself_or_asked = itself or (node.kind == "stage" and self.recompute)
         again = itself_or_asked or frame is not None
         first = again and (itself or frame is None or frame is not self.region)
         cost = cost._replace(recomputed=again, restarts=first and node.kind == "stage", itself=itself_or_asked)
@@ -178,8 +176,8 @@ class VisiblePairs(TorchFunctionMode):
             self.meter.part = 1.0
 
 
-def unpack(t: Any) -> Tensor:
-    return t if isinstance(t, Tensor) else t()
+def unpack(t: Tensor) -> Tensor:
+    return t
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsp.calls import GlueError
+from dsp.compiled.reasons import RANDOM, Unfit
 from dsp.gradients import connected_local
 from dsp.layout import Axis, Cut, cut_of
 from dsp.methods import RankPart
@@ -24,10 +25,6 @@ from dsp.run.writes import Writes, copy_source
 from dsp.sharded import ACTIVE, Sharded, carry, plain
 from dsp.stages import Stage
 from dsp.tensors import memory
-
-
-class Unfit(Exception):
-    """The reason why a forward cannot be one graph, as a sentence about "it"."""
 
 
 class Run(Lookup):
@@ -101,7 +98,7 @@ class Run(Lookup):
     def draw_alike(self) -> None:
         """From now on draw the same random numbers on all ranks, between stages."""
         if self.by_graph:
-            raise Unfit("it draws random numbers")
+            raise Unfit(RANDOM)
         self.alike = share(self.axis)
 
     def draw_as_before(self) -> None:

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dsp.calls import GlueError
+from dsp.compiled.graphs import Graph
+from dsp.compiled.reasons import Unfit
 from dsp.core.skeleton import KEPT
 from dsp.gradients import waited
 from dsp.guard.agreement import DIFFER, Agreement, agree, number, same, same_weights
@@ -51,9 +53,9 @@ from dsp.private import (
 )
 from dsp.report.table import Plan
 from dsp.routes import Route
-from dsp.run.forward import Run, Unfit
+from dsp.run.forward import Run
 from dsp.run.glue import Glue
-from dsp.run.graph import Graph, Graphs
+from dsp.run.graph import RunGraphs
 from dsp.run.hooks import Compiled, keep_compiled, settle
 from dsp.run.inputs import (
     describe,
@@ -198,7 +200,7 @@ class FullRuntime(Runtime):
     ) -> None:  # fmt: skip
         super().__init__(model, axis, stages, root, gather_output)
         self.overlap = overlap
-        self.graphs = Graphs(model, axis, compile) if compile else None
+        self.graphs = RunGraphs(model, axis, compile) if compile else None
         self.kept: list[Path] = []  # paths to sharded tensors that earlier calls left and later forwards read
         self.advice = ""  # the message logged about operations that run replicated
         self.agreement = Agreement(axis, list(inspect.signature(model.forward).parameters), model)

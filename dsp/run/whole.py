@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from dsp.between import Between
 from dsp.calls import GlueError, replaced, tensor_args
 from dsp.compile_off import CompileOff
+from dsp.compiled.reasons import Unfit
 from dsp.layout import At, Cut
 from dsp.observers import observing
 from dsp.plan.choices import WRITES
@@ -32,7 +33,7 @@ from dsp.private import (
     compiler_loaded,
     saving_hooks,
 )
-from dsp.run.forward import Run, Unfit
+from dsp.run.forward import Run
 from dsp.sharded import ACTIVE, READ, Sharded, carry, plain
 from dsp.tensors import NO, map_tensors, memory, plainly, tensors_in
 from dsp.traits import DRAWN, Traits, written

@@ -13,7 +13,7 @@ LAYERS = """
 text private launch lines world notation planner messages formats wire hardware
 tensors compile_off observers exchange legs routes packed collectives pending sent rows deal count gradients
 layout sharded moves ops randomness methods signature stages known pipelines slices calls traits between
-rules core glue overlap report guard plan run parallel house check cluster discovery embedded cluster_check
+rules core glue overlap report guard compiled plan run parallel house check cluster discovery embedded cluster_check
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
@@ -24,13 +24,14 @@ ROOMS = {
         cost overlap traffic advice make""",
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         traffic_check piecewise recipes follow gradient_hooks functions
-        scripted glue hooks guards tidy graph parallel""",
+        scripted glue hooks graph parallel""",
     "core": """precision meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers
         checkpoints inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement decide
         observed parallel""",
     "glue": "traffic local sources offers",
     "overlap": "options hidden chunked pieces choice ahead",
     "report": "without_data idle quickest traffic legs picture table names cost measure advice plan",
+    "compiled": "guards tidy reasons recorded graphs replay",
     "guard": "agreement traffic notes advice guards",
     "cluster": "choose",
     "check": "report compare modes independence check",

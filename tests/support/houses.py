@@ -279,3 +279,9 @@ def plan_text(model: nn.Module) -> str:
     overlap = next((p.overlap for p in runtime.passes if hasattr(p, "overlap")), None)
     goal = Goal(record.n, gather_output=runtime.gather)
     return printed(record, decision, goal, wire, Overlaps(record, decision, overlap, wire)).text()
+
+
+def graphs_of(model: nn.Module) -> list[Any]:
+    """The graphs of each kind of calls of a compiled model; None where none can be made."""
+    runtime: Any = model.forward.__self__  # type: ignore[union-attr]
+    return [kind.graphs for kind in (runtime.events.instead.kinds if NEW else runtime.entries).values()]

@@ -23,6 +23,7 @@ import zoo
 from dsp.tensors import tensors_in
 from tests.support.beside import beside
 from tests.support.diffusers_latte import STAGES, build, inputs
+from tests.support.houses import graphs_of
 from tests.support.runs import Heard
 from tests.support.slow import long, slow
 from tests.support.toys import Fn
@@ -111,8 +112,7 @@ MODELS = {
 
 def graphs(model: nn.Module) -> list[int | None]:
     """How many graphs there are of each kind of calls; None where none can be made."""
-    kinds = model.forward.__self__.entries.values()  # type: ignore[union-attr]
-    return [None if kind.graphs is None else len(kind.graphs) for kind in kinds]
+    return [None if of_kind is None else len(of_kind) for of_kind in graphs_of(model)]
 
 
 def alike(mesh: DeviceMesh, which: str, backend: str, gather: bool) -> None:
@@ -328,8 +328,8 @@ def test_a_graph_holds_the_operations_and_nothing_else(mesh: DeviceMesh) -> None
         with way():
             for _ in range(2):
                 model(torch.ones(2, 4, 6, requires_grad=True))
-    for kind in model.forward.__self__.entries.values():  # type: ignore[union-attr]
-        ops = [node for node in kind.graphs[0].plainly.graph.nodes if node.op == "call_function"]
+    for of_kind in graphs_of(model):
+        ops = [node for node in of_kind[0].plainly.graph.nodes if node.op == "call_function"]
         assert len(ops) <= 2 * 5 + 2  # and views of what is given and returned
 
 
