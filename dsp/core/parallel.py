@@ -274,24 +274,31 @@ class Parallel:
     def plan(self, args: Any, kwargs: Any) -> tuple[Record, list[Path]]:
         """A planned record, and the paths of what it leaves; of a forward that reads its data an empty one, which grows
         as it runs."""
-        n = self.axis.size
-        try:
-            record, paths = record_forward(
-                self.model, self.stages, self.root, args, kwargs, n, self.rules, self.options
-            )
-        except (NotationError, GlueError):
-            raise
-        except Exception as error:  # the forward reads its data, or calls what cannot run without
-            record = Record(n, sizes_of_root(self.model, self.root, args, kwargs), self.rules, self.stages)
+        recorded = self.recorded(args, kwargs, reads=False) or self.recorded(args, kwargs, reads=True)
+        if recorded is None:
+            sizes = sizes_of_root(self.model, self.root, args, kwargs)
+            record = Record(self.axis.size, sizes, self.rules, self.stages)
             record.memories, record.compiled = None, compiler_loaded()
-            self.reason = f"{type(error).__name__}: {error}"
             bound = self.signature.bind(args, kwargs)[1]
             add_inputs(record, bound, arrivals(bound))
             enter_sharded(record)
             return record, []
+        record, paths = recorded
         record.priced = self.axis.wire.priced
         self.decide(record)
         return record, paths
+
+    def recorded(self, args: Any, kwargs: Any, reads: bool) -> tuple[Record, list[Path]] | None:
+        """The record of a forward, and the paths of what it leaves; None if the forward reads its data, or calls what
+        cannot run without. reads: it gets the numbers of inputs and parameters."""
+        options = self.options._replace(reads=reads)
+        try:
+            return record_forward(self.model, self.stages, self.root, args, kwargs, self.axis.size, self.rules, options)
+        except (NotationError, GlueError):
+            raise
+        except Exception as error:
+            self.reason = f"{type(error).__name__}: {error}"
+            return None
 
     def decide(self, record: Record) -> None:
         """Write decisions on the nodes of a record."""

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from dsp.calls import replaced, tensor_args
 from dsp.compile_off import CompileOff
 from dsp.core.backward import Gradients, Regions, edges_into
-from dsp.core.carrier import LOCAL, Carrier, claim, one_for_each, plain
+from dsp.core.carrier import LOCAL, Carrier, carry, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
 from dsp.core.keys import key_part, node_key
@@ -23,6 +23,7 @@ from dsp.core.meter import NodeMeter
 from dsp.core.offers import Rules, operands_of, stage_node
 from dsp.core.persistent import PersistentTensors, persistent_tensors
 from dsp.core.precision import Casts, Precision
+from dsp.core.reads import Reads
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
@@ -131,7 +132,8 @@ class Recorder:
     def carried(self, node: Node, out: Any) -> Any:
         """The results of a node as carriers."""
         tensors = tensors_in(out)
-        results = [claim(self.record, plain(t), ref, None) for t, ref in zip(tensors, node.results)]
+        make = carry if node.kind == "stage" else claim  # a stage may return what others hold, too
+        results = [make(self.record, plain(t), ref, None) for t, ref in zip(tensors, node.results)]
         return results[0] if isinstance(out, Tensor) else map_tensors(out, one_for_each(tensors, results))
 
 
@@ -141,8 +143,9 @@ class RecordOptions(NamedTuple):
     meter: makes the observer of the record's nodes, from the record, the module that runs, and the tensors that exist;
     dtype: of floating-point tensors, by default their own; data: it runs on copies of tensors, not on tensors without
     data; no_sources: keys of calls that are no sources; filled: of those that are, however short (`Record.filled`);
-    equal: of equal stages, equal calls run once; given: the cuts of inputs that will arrive sharded, by parameter;
-    mixed: in the dtypes of `fully_shard`'s mixed precision.
+    equal: of equal stages, equal calls run once; reads: what is read of inputs and parameters alone is read from those
+    with data; given: the cuts of inputs that will arrive sharded, by parameter; mixed: in the dtypes of
+    `fully_shard`'s mixed precision.
     """
 
     meter: Callable[[Record, nn.Module, Iterable[Tensor]], NodeMeter] = lambda *_: NodeMeter()
@@ -151,6 +154,7 @@ class RecordOptions(NamedTuple):
     no_sources: frozenset[Any] = frozenset()
     filled: frozenset[Any] = frozenset()
     equal: bool = True
+    reads: bool = False
     given: Mapping[str, Cut] = MappingProxyType({})
     mixed: bool = True
 
@@ -166,7 +170,10 @@ class Doubles:
 
     def __init__(self, options: RecordOptions, dtypes: Mapping[int, torch.dtype]) -> None:
         self.options, self.dtypes = options, dtypes
-        self.mode: Any = nullcontext() if options.data else Fakes(allow_non_fake_inputs=True)
+        self.reads = Reads() if options.reads and not options.data else None
+        fakes = Fakes(allow_non_fake_inputs=True)
+        fakes.reads = self.reads
+        self.mode: Any = nullcontext() if options.data else fakes
         self.by_id: dict[int, Tensor] = {}
 
     def of(self, t: Tensor) -> Tensor:
@@ -175,6 +182,8 @@ class Doubles:
         if id(t) not in self.by_id:
             kind = self.dtypes.get(id(t)) or self.options.dtype_of(t)
             self.by_id[id(t)] = copied(t, kind) if self.options.data else fake_tensor(self.mode, t, kind)
+            if self.reads is not None:
+                self.reads.add(self.by_id[id(t)], t)
         return self.by_id[id(t)]
 
     def full(self, t: Carrier) -> Tensor:

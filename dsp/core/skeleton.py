@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dsp.calls import GlueError
-from dsp.private import FakeTensorMode, children_of, forget_fakes, schema_of
+from dsp.core.reads import Reads
+from dsp.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    children_of,
+    forget_fakes,
+    pytree,
+    schema_of,
+)
 
 KEPT = (
     "got a tensor without data. dsp plans on fake tensors, and the model stored one of them where dsp cannot find it "
@@ -26,11 +35,12 @@ class Fakes(FakeTensorMode):
     """The fake tensors of one forward; once that is over, every operation on them raises."""
 
     over = False
+    reads: Reads | None = None  # answers what is read of inputs and parameters
     collective: Callable[[str, Any], None] | None = None  # gets the name and the arguments of each collective
 
     def end(self) -> None:
         """Let every later operation on these tensors raise."""
-        self.over, self.collective = True, None
+        self.over, self.collective, self.reads = True, None, None
         forget_fakes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +48,30 @@ class Fakes(FakeTensorMode):
             raise GlueError(f"{schema_of(func).name.partition('::')[2].strip('_')}() {KEPT}")
         if func.namespace == "c10d" and self.collective is not None:
             self.collective(func.__name__.partition("_.")[0], args)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        if self.reads is None:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            return self.answered(error, func, args, kwargs or {})
+        self.reads.note(func, args, kwargs or {}, out)
+        return out
+
+    def answered(self, error: Exception, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function that depends on numbers, if they are those of inputs or parameters; else raises."""
+        assert self.reads is not None
+        try:
+            out = self.reads.result(func, args, kwargs)
+        except Exception:
+            raise error from None
+        return pytree.tree_map_only(Tensor, self.double, out)
+
+    def double(self, t: Tensor) -> Tensor:
+        """A tensor without data for one with data."""
+        fake = self.from_tensor(t)
+        if self.reads is not None:
+            self.reads.add(fake, t)
+        return fake
 
 
 class Skeleton:

@@ -25,9 +25,9 @@ ROOMS = {
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         traffic_check piecewise recipes follow gradient_hooks functions
         scripted glue hooks graph parallel""",
-    "core": """precision meter skeleton equal_modules record backward carrier keys unseen watch writes copies offers
-        checkpoints inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement decide
-        observed parallel""",
+    "core": """precision meter reads skeleton equal_modules record backward carrier keys unseen watch writes copies
+        offers checkpoints inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement
+        decide observed parallel""",
     "glue": "traffic local sources offers",
     "overlap": "options hidden chunked pieces choice ahead",
     "report": "without_data idle quickest traffic legs picture table names cost measure advice plan",

@@ -1,0 +1,98 @@
+"""Reads of numbers in a forward that is recorded, of tensors that were made of inputs or parameters alone.
+
+Masks, lengths and timesteps are so, and every rank has them. What takes more than they do, such as an activation, is
+not computed for a plan: the forward then runs without one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from dsp.private import FakeTensor, OpOverload, pytree, schema_of
+from dsp.tensors import ByTensor, Memory, memory
+
+UNKNOWN = object()  # in the place of a tensor of which nobody knows how it was made
+UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+
+
+class Made(NamedTuple):
+    """The call that made a tensor without data, with such calls, or tensors with data, in the place of tensors."""
+
+    func: OpOverload
+    args: Any
+    kwargs: Any
+    place: int  # among the results of the call
+
+
+class Unread(Exception):
+    """Raised for a tensor whose numbers take more than inputs and parameters."""
+
+
+class Reads:
+    """The numbers that a forward without data reads. longest: elements of the longest input: none that is longer is
+    made."""
+
+    def __init__(self) -> None:
+        self.made: ByTensor[Any] = ByTensor()
+        self.written: set[Memory] = set()
+        self.longest = 1
+
+    def add(self, fake: Tensor, t: Tensor) -> None:
+        """Add the tensor for which one without data stands."""
+        if type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta and fake.dtype == t.dtype:
+            self.made[fake] = t.detach()
+            self.longest = max(self.longest, t.numel())
+
+    def note(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Note the call that made tensors, and what it wrote into."""
+        if schema_of(func).is_mutable:
+            marked = [a.alias_info is not None and a.alias_info.is_write for a in schema_of(func).arguments]
+            self.written |= {memory(t) for t, write in zip(args, marked) if write and isinstance(t, Tensor)}
+            return
+        args, kwargs = pytree.tree_map_only(Tensor, self.source, (args, kwargs))
+        for place, t in enumerate(pytree.tree_leaves(out)):
+            if isinstance(t, FakeTensor):
+                self.made[t] = Made(func, args, kwargs, place)
+
+    def source(self, t: Tensor) -> Any:
+        """The tensor with data, or the call that makes it."""
+        if not isinstance(t, FakeTensor):
+            return t.detach() if type(t) is Tensor else UNKNOWN
+        made = self.made.get(t)
+        return UNKNOWN if made is None or memory(t) in self.written else made
+
+    def result(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """The result of a call that reads numbers. Raises `Unread` if they are not those of inputs or parameters."""
+        args, kwargs = pytree.tree_map_only(Tensor, self.source, (args, kwargs))
+        with torch.no_grad():
+            return self.computed(Made(func, args, kwargs, 0), {}, whole=True)
+
+    def computed(self, source: Any, known: dict[int, Any], whole: bool = False) -> Any:
+        if source is UNKNOWN:
+            raise Unread
+        if not isinstance(source, Made):
+            return source
+        if id(source) not in known:
+            func = source.func
+            drawn = torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in UNSET
+            if drawn or func.overloadpacket in flop_registry:
+                raise Unread
+
+            def value(v: Any) -> Any:
+                return self.computed(v, known) if v is UNKNOWN or isinstance(v, Made) else v
+
+            leaf = lambda v: isinstance(v, Made)  # noqa: E731 (a named tuple is a tree, too)
+            leaves, spec = pytree.tree_flatten((source.args, source.kwargs), is_leaf=leaf)
+            args, kwargs = pytree.tree_unflatten([*map(value, leaves)], spec)
+            known[id(source)] = func(*args, **kwargs)
+        out = known[id(source)]
+        if whole:
+            return out
+        t = pytree.tree_leaves(out)[source.place]
+        if t.numel() > self.longest:
+            raise Unread
+        return t
