@@ -143,10 +143,8 @@ class Runner:
         for i in node.writes:
             refuse_write(self.record, f"{node.name}() between stages", operands[i], offer.needs[i])
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
-        there = all(t.cut == need if isinstance(t, Carrier) else need is None for t, need in zip(operands, offer.needs))
-        views = (t for t in operands if isinstance(t, Carrier) and t.base is not None)
-        as_are = there and not any(map(without_gradient, views))
-        unchanged = as_are and local is None and not (node.moves or node.writes or node.loose)
+        usual = local is None and not (node.moves or node.writes or node.loose)
+        unchanged = usual and in_place(operands, offer.needs)
         return self.prepared.put(key, shared, at, Ready(node, offer, local, unchanged))
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
@@ -303,6 +301,13 @@ def refuse_shape(stage: Stage, t: Tensor, expected: Sequence[int]) -> None:
             f"{stage.where} returned the shape {tuple(t.shape)} on this rank's part, where its pattern "
             f"'{stage.pattern.text}' says {tuple(expected)}: it is not independent along the sharded dim"
         )
+
+
+def in_place(operands: Sequence[Tensor], needs: Sequence[Layout]) -> bool:
+    """Tell whether operands are in the layouts that they need, and none is a view that was made without gradient."""
+    pairs, views = zip(operands, needs), (t for t in operands if isinstance(t, Carrier) and t.base is not None)
+    there = all(t.cut == need if isinstance(t, Carrier) else need is None for t, need in pairs)
+    return there and not any(map(without_gradient, views))
 
 
 def sharded(offer: Offer) -> bool:
