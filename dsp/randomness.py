@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsp.layout import Axis
+from dsp.private import BELOW
 
 
 def seed(value: int) -> None:
@@ -79,16 +80,30 @@ def _begin(axis: Axis, value: int) -> tuple[Tensor, ...]:
 
 def states(axis: Axis) -> tuple[Tensor, ...]:
     """The states of the default generators: of the CPU and, if the ranks have GPUs, of the GPU."""
-    own = torch.get_rng_state()
-    return (own, torch.cuda.get_rng_state()) if axis.mesh.device_type == "cuda" else (own,)
+    with BELOW():  # a mode of tensors without data would lose the states
+        own = torch.get_rng_state()
+        return (own, torch.cuda.get_rng_state()) if axis.mesh.device_type == "cuda" else (own,)
 
 
 def drew(axis: Axis, before: tuple[Tensor, ...]) -> bool:
     """Tell whether random numbers were drawn since the default generators had these states."""
-    return not all(map(torch.equal, states(axis), before))
+    with BELOW():
+        return not all(map(torch.equal, states(axis), before))
+
+
+def after_forks(before: tuple[Tensor, ...], forks: int) -> tuple[Tensor, ...]:
+    """The states after so many `fork`s from `before`."""
+    if not forks:
+        return before
+    with BELOW():
+        generator = torch.Generator().set_state(before[0])
+        for _ in range(forks):
+            torch.randint(2**62, (), generator=generator)
+        return generator.get_state(), *before[1:]
 
 
 def join(before: Sequence[Tensor]) -> None:
-    torch.set_rng_state(before[0])
-    for state in before[1:]:
-        torch.cuda.set_rng_state(state)
+    with BELOW():
+        torch.set_rng_state(before[0])
+        for state in before[1:]:
+            torch.cuda.set_rng_state(state)

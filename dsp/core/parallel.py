@@ -36,7 +36,7 @@ from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import RUNNING
 from dsp.private import AsyncCollectiveTensor, _DropoutNd, compiler_loaded, forward_level, maybe_current_level, pytree
-from dsp.randomness import drew, share, states, unshare
+from dsp.randomness import after_forks, drew, join, share, states, unshare
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
@@ -197,12 +197,12 @@ class Parallel:
         if record.draws or not record.planned:
             runner.looks = not runner.calls & (runner.calls - 1) or not runner.calls % LOOK
             return share(self.axis), states(self.axis)
-        before = torch.get_rng_state(), torch.cuda.get_rng_state() if self.cuda else None
+        before = states(self.axis)
         if not record.stages_draw:
             torch.default_generator.manual_seed(runner.calls)
             if self.cuda:
                 torch.cuda.manual_seed(runner.calls)
-        return before, (torch.get_rng_state(), torch.cuda.get_rng_state() if self.cuda else None)
+        return before, states(self.axis)
 
     def end_draws(self, record: Record, runner: Runner, token: Any) -> None:
         """End what this began, and note random numbers that were not foreseen."""
@@ -211,19 +211,11 @@ class Parallel:
             record.drew |= not record.planned and drew(self.axis, begun)
             unshare(before)
             return
-        cpu, now = begun[0], torch.get_rng_state()
-        if runner.forks:
-            forks = torch.Generator().set_state(cpu)
-            for _ in range(runner.forks):
-                torch.randint(2**62, (), generator=forks)
-            cpu = forks.get_state()
-        record.drew = not torch.equal(cpu, now) or (self.cuda and not torch.equal(begun[1], torch.cuda.get_rng_state()))
+        record.drew = drew(self.axis, after_forks(begun, runner.forks))
         if not record.stages_draw:
-            torch.set_rng_state(before[0])
+            join(before)
             if record.drew:
                 torch.rand(())  # so that the next call draws others
-            if self.cuda:
-                torch.cuda.set_rng_state(before[1])
         elif record.drew and self.axis.rank == 0:
             log.warning(DREW.format(model=type(self.model).__name__))
 

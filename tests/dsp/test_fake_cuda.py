@@ -82,7 +82,6 @@ def unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agreement, "finish", lambda self: setattr(self, "pending", None))
     monkeypatch.setattr("dsp.guard.agreement.alike", lambda everyone: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
-    monkeypatch.setattr("dsp.run.stage_calls.drew", lambda axis, before: False)  # fake states cannot be compared
 
 
 @contextmanager
