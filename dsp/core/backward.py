@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsp.calls import Operand
+from dsp.core.carrier import LOCAL
 from dsp.core.record import Node, Ref, RegionPlace
-from dsp.private import base_of, checkpoint_frame, checkpoint_frames, saved_in
+from dsp.private import FakeTensor, base_of, checkpoint_frame, checkpoint_frames, saved_in
 from dsp.tensors import Edge, edge, leading_to
 
 
@@ -51,6 +54,24 @@ def edges_into(tensors: Sequence[Tensor], in_place: bool) -> list[Edge | None]:
     if in_place and (base := base_of(tensors[0])) is not None:
         edges[0] = edge(base)
     return edges
+
+
+def pack(t: Tensor) -> Any:
+    """The data of a tensor that a recorded forward saves for backward.
+
+    A node that saves its own result, as tanh does, would hold itself for good. A backward inside of a forward needs no
+    numbers of tensors without data.
+    """
+    with LOCAL():
+        if t.grad_fn is None:
+            return t
+        if isinstance(t, FakeTensor):
+            return partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        return t.detach()
+
+
+def unpack(packed: Any) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()
 
 
 class Gradients:

@@ -35,8 +35,16 @@ from dsp.gradients import covered_exit, waited
 from dsp.layout import Axis
 from dsp.notation import NotationError, StagePattern
 from dsp.observers import RUNNING
-from dsp.private import AsyncCollectiveTensor, _DropoutNd, compiler_loaded, forward_level, maybe_current_level, pytree
-from dsp.randomness import after_forks, drew, join, share, states, unshare
+from dsp.private import (
+    BELOW,
+    AsyncCollectiveTensor,
+    _DropoutNd,
+    compiler_loaded,
+    forward_level,
+    maybe_current_level,
+    pytree,
+)
+from dsp.randomness import after_forks, drew, share, states, unshare
 from dsp.signature import sizes_of_root
 from dsp.stages import Stage
 from dsp.tensors import map_tensors, tensors_in
@@ -197,12 +205,13 @@ class Parallel:
         if record.draws or not record.planned:
             runner.looks = not runner.calls & (runner.calls - 1) or not runner.calls % LOOK
             return share(self.axis), states(self.axis)
-        before = states(self.axis)
-        if not record.stages_draw:
-            torch.default_generator.manual_seed(runner.calls)
-            if self.cuda:
-                torch.cuda.manual_seed(runner.calls)
-        return before, states(self.axis)
+        with BELOW():  # a mode of tensors without data would lose the states
+            before = torch.get_rng_state(), torch.cuda.get_rng_state() if self.cuda else None
+            if not record.stages_draw:
+                torch.default_generator.manual_seed(runner.calls)
+                if self.cuda:
+                    torch.cuda.manual_seed(runner.calls)
+            return before, (torch.get_rng_state(), torch.cuda.get_rng_state() if self.cuda else None)
 
     def end_draws(self, record: Record, runner: Runner, token: Any) -> None:
         """End what this began, and note random numbers that were not foreseen."""
@@ -211,12 +220,18 @@ class Parallel:
             record.drew |= not record.planned and drew(self.axis, begun)
             unshare(before)
             return
-        record.drew = drew(self.axis, after_forks(begun, runner.forks))
-        if not record.stages_draw:
-            join(before)
-            if record.drew:
-                torch.rand(())  # so that the next call draws others
-        elif record.drew and self.axis.rank == 0:
+        expected = begun if not runner.forks else after_forks(begun, runner.forks)
+        with BELOW():
+            record.drew = not torch.equal(expected[0], torch.get_rng_state()) or (
+                self.cuda and not torch.equal(expected[1], torch.cuda.get_rng_state())
+            )
+            if not record.stages_draw:
+                torch.set_rng_state(before[0])
+                if record.drew:
+                    torch.rand(())  # so that the next call draws others
+                if self.cuda:
+                    torch.cuda.set_rng_state(before[1])
+        if record.stages_draw and record.drew and self.axis.rank == 0:
             log.warning(DREW.format(model=type(self.model).__name__))
 
     def record(self, key: Any, args: Any, kwargs: Any) -> Record:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dsp.calls import replaced, tensor_args
 from dsp.compile_off import CompileOff
-from dsp.core.backward import Gradients, Regions, edges_into
+from dsp.core.backward import Gradients, Regions, edges_into, pack, unpack
 from dsp.core.carrier import LOCAL, Carrier, carry, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
@@ -261,7 +261,7 @@ def record_forward(
         with world_of as world, persistent.entered(world), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run warns
             call = carried_inputs(record, signature, args, kwargs, sharded)
-            hidden = saved_tensors_hooks(lambda t: t, lambda t: t)  # from a checkpoint around the model
+            hidden = saved_tensors_hooks(pack, unpack)  # from a checkpoint around the model
             with hidden, CompileOff(), any_device(), copies.mode, meter, recorder.seen, watched(record):
                 out = clone.module(*call[0], **call[1])
             refuse_functions(tensors_in(out))

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from dsp.core.backward import unpack
+from dsp.core.carrier import LOCAL, Carrier
 from dsp.core.meter import Meter, visible
 from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
@@ -78,8 +80,8 @@ class Measure(Meter):
         self.saving.__exit__(*error)
 
     def pack(self, t: Tensor) -> Tensor:
-        # a node that saves its own result, as tanh does, would hold itself for good, through this function too
-        kept = t if t.grad_fn is None else t.detach()  # of a carrier, this begins a node
+        with LOCAL():  # a node that saves its own result, as tanh does, would hold itself for good
+            kept = t if t.grad_fn is None and not isinstance(t, Carrier) else t.detach()
         self.saved.append(kept)
         return kept
 
@@ -174,10 +176,6 @@ class VisiblePairs(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.meter.part = 1.0
-
-
-def unpack(t: Tensor) -> Tensor:
-    return t
 
 
 def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:

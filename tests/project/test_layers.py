@@ -25,7 +25,7 @@ ROOMS = {
     "run": """lookup views writes forward whole stage_calls inputs outputs runtime
         traffic_check piecewise recipes follow gradient_hooks functions
         scripted glue hooks graph parallel""",
-    "core": """precision meter reads skeleton equal_modules record backward carrier keys unseen watch writes copies
+    "core": """precision meter reads skeleton equal_modules record carrier backward keys unseen watch writes copies
         offers checkpoints inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement
         decide observed parallel""",
     "glue": "traffic local sources offers",
