@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dsp.calls import GlueError, by_position, instead_of, tensor_args
+from dsp.calls import NUMBERS, GlueError, by_position, instead_of, tensor_args
 from dsp.private import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from dsp.traits import UNRUNNABLE, Traits, traits
 
@@ -49,7 +49,7 @@ class Between(TorchFunctionMode):
             args = without_data_of(args, what.dtype_arg)
         if what.name in INDEXED:
             args = numbered(args, self)  # a tensor between stages may be sharded
-        if kwargs:
+        if kwargs and not NUMBERS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
         return self.operation(func, what, args, kwargs, types)
 

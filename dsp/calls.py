@@ -71,6 +71,9 @@ def positions(func: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(tuple("input" if name == "self" else name for name in names) for names in found))
 
 
+NUMBERS = frozenset({bool, int, float, str, type(None), torch.dtype})  # types of values that hold no tensor
+
+
 def by_position(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A call whose tensors are in their positions, where keywords named them and all before them are given."""
     if not tensor_args((), kwargs) or kwargs.get("out") is not None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dsp.between import INDEXED, numbered, without_data_of
-from dsp.calls import GlueError, by_position
+from dsp.calls import NUMBERS, GlueError, by_position
 from dsp.core.record import Layout, Record, Ref
 from dsp.gradients import covered_exit
 from dsp.moves import gather_local
@@ -86,7 +86,7 @@ class Carrier(Tensor):
             args = without_data_of(args, what.dtype_arg)
         if what.name in INDEXED:
             args = numbered(args, INLINE)
-        if kwargs:
+        if kwargs and not NUMBERS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
         first = first_carrier((*args, *kwargs.values()))
         if first is None:  # only its type was read

@@ -13,7 +13,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from dsp.between import unrunnable, without_data_of
-from dsp.calls import by_position, tensor_args
+from dsp.calls import NUMBERS, by_position, tensor_args
 from dsp.core.carrier import Carrier
 from dsp.core.record import Record
 from dsp.private import (
@@ -52,7 +52,7 @@ class Watch(TorchFunctionMode):
             refuse_transforms(traits(func), args, kwargs)
             return func(*args, **kwargs)
         what = traits(func)
-        if kwargs:
+        if kwargs and not NUMBERS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
         read = args if what.dtype_arg is None else without_data_of(args, what.dtype_arg)
         tensors = tensor_args(read, kwargs)
