@@ -164,7 +164,7 @@ def test_weight_is_per_element(kind):
 
 def test_stages_are_those_of_the_model_under_the_objective():
     assert RectifiedFlow(Fixed()).stages == {
-        "": "x=b c t h w, noise=b c t h w, x_mask=b t -> b c t h w, b c t h w",
+        "": "x=b c t h w, noise=b c t h w, x_mask=b t, start=b k t h w -> b c t h w, b c t h w",
         **{f"model.{name}": stage for name, stage in Fixed.stages.items() if name},
     }
     assert list(IDDPM(nn.Identity()).stages) == [""]
