@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dsp.private import OpOverload, TorchDispatchMode, schema_of
-from dsp.tensors import tensors_in
+from dsp.private import OpOverload, TorchDispatchMode, base_of, schema_of
+from dsp.tensors import ByTensor, tensors_in
 
 if TYPE_CHECKING:
     from dsp.core.record import Node
@@ -135,6 +135,7 @@ class Meter(NodeMeter):
     def restart(self) -> None:
         super().restart()
         self.round += 1  # tensors of an earlier round no longer count when they are freed
+        self.releases = ByTensor[Any]()
         self.live = self.peak = self.largest = self.flops = self.operations = 0
         self.touched, self.inside, self.part = [0, 0], 0, 1.0
         self.heaviest = ""
@@ -163,8 +164,15 @@ class Meter(NodeMeter):
                 self.largest = max(self.largest, size)
                 if self.live > self.peak:
                     self.peak, self.heaviest = self.live, func.overloadpacket.__name__.strip("_")
-                weakref.finalize(t, self._freed, size, self.round)
+                self.releases[t] = weakref.finalize(t, self._freed, size, self.round)
         return out
+
+    def hand_on(self, t: Tensor, alias: Tensor) -> None:
+        """Count the memory of a tensor, or of that of which it is a view, until `alias`, which shares it, is freed."""
+        base = base_of(t)
+        release = self.releases.get(t if base is None else base)
+        if release is not None and (held := release.detach()) is not None:
+            self.releases[alias] = weakref.finalize(alias, held[1], *held[2])
 
     def _freed(self, size: int, made: int) -> None:
         if made == self.round:

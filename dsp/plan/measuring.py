@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -83,7 +83,7 @@ class MeasuringTracer(Tracer):
         own: dict[Any, Any] = {flex_attention: rehearsed, F.scaled_dot_product_attention: self.attention}
         self.watch.restart()
         self.kept_by_call = list[Tensor]()
-        with saving(self.kept_by_call):
+        with saving(self.kept_by_call, self.watch.hand_on):
             return super().called(own.get(func, func), args, kwargs)
 
     def cost(self) -> Cost:
@@ -143,7 +143,7 @@ class MeasuringTracer(Tracer):
         self.loads: list[tuple[dict[str | None, float], int]] = []
         self.watch.restart()
         self.saved: list[Tensor] = []
-        self.saving = saving(self.saved)
+        self.saving = saving(self.saved, self.watch.hand_on)
         self.saving.__enter__()
         return given
 
@@ -223,12 +223,14 @@ def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 @contextmanager
-def saving(kept: list[Tensor]) -> Iterator[None]:
+def saving(kept: list[Tensor], hand_on: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Collect the tensors that are saved for backward."""
 
     def pack(t: Tensor) -> Tensor:
         # a node that saves its own result, as tanh does, would hold itself for good, through this function too
         kept.append(t if t.grad_fn is None else t.detach())
+        if kept[-1] is not t:
+            hand_on(t, kept[-1])
         return kept[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

@@ -82,6 +82,8 @@ class Measure(Meter):
     def pack(self, t: Tensor) -> Tensor:
         with LOCAL():  # a node that saves its own result, as tanh does, would hold itself for good
             kept = t if t.grad_fn is None and not isinstance(t, Carrier) else t.detach()
+        if kept is not t:
+            self.hand_on(t, kept)
         self.saved.append(kept)
         return kept
 
