@@ -371,7 +371,7 @@ def published_model(name: str, weights: Path) -> Any:
     return None if kind is None else getattr(diffusers, kind).from_pretrained(part).eval()
 
 
-@pytest.mark.parametrize("n", [1, slow(2), long(3)])
+@pytest.mark.parametrize("n", [1, long(2), long(3)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_published_weights_are_tuned_exported_and_read_back(
     name: str, n: int, trainer: Any, tmp_path: Path, whole_world: Any
