@@ -65,9 +65,12 @@ def pack(t: Tensor) -> Any:
     with LOCAL():
         if t.grad_fn is None:
             return t
-        if isinstance(t, FakeTensor):
-            return partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
-        return t.detach()
+        return placeholder(t) if isinstance(t, FakeTensor) else t.detach()
+
+
+def placeholder(t: Tensor) -> Any:
+    """A function that makes another tensor like one without data."""
+    return partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def unpack(packed: Any) -> Tensor:

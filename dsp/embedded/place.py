@@ -9,14 +9,20 @@ from typing import Any
 
 from torch import Tensor
 
-from dsp.core.carrier import first_carrier
+from dsp.calls import GlueError
+from dsp.core.carrier import Carrier, first_carrier
 from dsp.core.record import Layout
 from dsp.core.run import with_dummy
+from dsp.core.writes import INTO_PART
 from dsp.layout import Axis
 from dsp.methods import Peers, RankPart, Received
 from dsp.stages import Option, Stage
-from dsp.tensors import map_tensors, tensors_in
+from dsp.tensors import map_tensors, tensors_in, version
 
+INTO_COPY = (
+    "{who} writes in place into its argument {param!r}, of which its method passed it a copy in another layout: the "
+    "write would be lost. Use an out-of-place operation"
+)
 PLACE: ContextVar[RankPart | None] = ContextVar("dsp_place", default=None)
 
 
@@ -63,6 +69,7 @@ class WrappedCall:
         assert carrier is not None
         self.sizes = stage.sizes(bound, carrier.record.sizes)
         self.shapes = [tuple(b.tensor.shape) for b in bound]
+        self.carried = [isinstance(b.tensor, Carrier) for b in bound]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         around = self.stage.around
@@ -70,10 +77,16 @@ class WrappedCall:
         call, bound = self.stage.signature.bind(args, kwargs)
         outer = [Received(self.part(b.tensor, c), c, b.pattern, s) for b, c, s in zip(bound, self.cuts, self.shapes)]
         place, inner = around.enter(self.place, self.sizes, outer)
-        for b, r in zip(bound, inner):
-            call.replace(b, r.local if place.own else with_dummy(r.local, r.cut))
+        locals_ = [r.local if place.own else with_dummy(r.local, r.cut) for r in inner]
+        for b, t in zip(bound, locals_):
+            call.replace(b, t)
+        versions = [*map(version, locals_)]
         with placed(place):
             out = self.call(*call.args, **call.kwargs)
+        for k, (x, r) in enumerate(zip(outer, inner)):
+            if r.local is not x.local and version(locals_[k]) != versions[k]:
+                text = INTO_COPY if self.carried[k] else INTO_PART
+                raise GlueError(text.format(who=self.stage.where, param=bound[k].param))
         results = tensors_in(out)
         return map_tensors(out, around.leave(place, self.sizes, self.stage.outputs(results), results))
 

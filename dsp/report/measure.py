@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from dsp.core.backward import unpack
+from dsp.core.backward import placeholder, unpack
 from dsp.core.carrier import LOCAL, Carrier
 from dsp.core.meter import Meter, visible
 from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
 from dsp.lines import line_now
 from dsp.methods import NOTHING_INSIDE, InsideCost, StageMethod
-from dsp.private import checkpoint_frame, compiled_callers, storage_id
+from dsp.private import FakeTensor, checkpoint_frame, compiled_callers, storage_id
 from dsp.stages import clean
 
 
@@ -79,13 +79,16 @@ class Measure(Meter):
         self.attention.__exit__(*error)
         self.saving.__exit__(*error)
 
-    def pack(self, t: Tensor) -> Tensor:
-        with LOCAL():  # a node that saves its own result, as tanh does, would hold itself for good
-            kept = t if t.grad_fn is None and not isinstance(t, Carrier) else t.detach()
-        if kept is not t:
-            self.hand_on(t, kept)
-        self.saved.append(kept)
-        return kept
+    def pack(self, t: Tensor) -> Any:
+        with LOCAL():
+            if self.recompute and self.stage is not None and isinstance(t, FakeTensor):  # recomputed, not kept
+                return placeholder(t)
+            # a node that saves its own result, as tanh does, would hold itself for good
+            alias = t if t.grad_fn is None and not isinstance(t, Carrier) else t.detach()
+        if alias is not t:
+            self.hand_on(t, alias)
+        self.saved.append(alias)
+        return alias
 
     def start(self, node: Node | None = None) -> None:
         if self.flops or any(self.touched):
@@ -133,7 +136,7 @@ class Measure(Meter):
         super().write(node, value[0])
         frame, cost, node.inside = checkpoint_frame(), *value[1:]
         itself = isinstance(node.call, BoundStage) and checkpointed(node.call.stage.module.__dict__.get("forward"))
-        itself_or_asked = itself or (node.kind == "stage" and self.recompute)
+        itself_or_asked = itself or (node.kind == "stage" and self.recompute and torch.is_grad_enabled())
         again = itself_or_asked or frame is not None
         first = again and (itself or frame is None or frame is not self.region)
         cost = cost._replace(recomputed=again, restarts=first and node.kind == "stage", itself=itself_or_asked)
