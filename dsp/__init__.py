@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from os import environ
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
     from dsp.hardware import LINKS, Hardware, Link
     from dsp.notation import NotationError
     from dsp.ops import gather, hand_over, mean, split, start_switch, switch
-    from dsp.plan.make import plan
+    from dsp.parallel import parallelize
+    from dsp.report.plan import plan
     from dsp.report.table import Plan
     from dsp.report.without_data import without_data
     from dsp.routes import Route
-    from dsp.run.parallel import parallelize
 
 __version__ = "0.2.0"
 
@@ -65,21 +64,15 @@ NAMES = {
     "hardware": "LINKS Hardware Link",
     "notation": "NotationError",
     "ops": "gather hand_over mean split start_switch switch",
-    "plan.make": "plan",
+    "parallel": "parallelize",
+    "report.plan": "plan",
     "report.table": "Plan",
     "report.without_data": "without_data",
     "routes": "Route",
-    "run.parallel": "parallelize",
 }
-NEW = environ.get("DSP_HOUSE") == "new"  # the switch: core and glue in the place of run and plan, until they take over
-if NEW:
-    NAMES = {**NAMES, "run.parallel": "", "parallel": "parallelize", "plan.make": "", "report.plan": "plan"}
 FOUND_IN = {name: module for module, names in NAMES.items() for name in names.split()}
-for _package in (
-    ("check",) if NEW else ("check", "plan")
-):  # named like functions: imported later, they would replace these
-    import_module(f"dsp.{_package}")
-    del globals()[_package]
+import_module("dsp.check")  # named like its function: imported later, the package would replace it
+del globals()["check"]
 
 
 def __getattr__(name: str) -> Any:

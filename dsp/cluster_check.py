@@ -44,8 +44,9 @@ from torch.distributed.tensor import DTensor
 from dsp.check.check import check as checked
 from dsp.count import count_comm
 from dsp.hardware import LINKS, measure
-from dsp.house import parallelize, plan
 from dsp.ops import mean, split, switch
+from dsp.parallel import parallelize
+from dsp.report.plan import plan
 from dsp.routes import AUTO, Route
 
 TIMEOUT = timedelta(minutes=2)  # a rank that cannot be reached ends the check, instead of holding it up

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 import dsp.collectives  # noqa: F401 (its ops)
-from dsp.gradients import covered_exit
 from dsp.layout import Axis, Cut, factor
 from dsp.observers import run_observed, save_observer
 from dsp.planner import fuses
-from dsp.sharded import Moved, Sharded, arrived, plain
 
 
 def switch_local(x: Tensor, src: Cut, dst: Cut, shape: Any, sp: Axis) -> Tensor:
@@ -137,16 +135,6 @@ def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:
     fine, (i,) = factor(shape, (cut,))
     out = torch.ops.dsp.gather(x.reshape(sp.local_shape(fine, Cut(i))), i, fine[i], sp.group)
     return out.reshape(tuple(shape))
-
-
-def gathered(t: Sharded) -> Tensor:
-    """The full tensor of a sharded one."""
-    t = arrived(t.now if isinstance(t, Moved) else t)
-    with torch._C.DisableTorchFunction():
-        return covered_exit(gather_local(plain(t), t.at.cut, t.at.shape, t.at.axis))
-
-
-Sharded.gathered = gathered
 
 
 class SplitInput(torch.autograd.Function):

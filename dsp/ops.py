@@ -20,7 +20,7 @@ from dsp.gradients import connected_local, covered_exit, global_stride
 from dsp.layout import Axis, Cut, chunk, cut_of, factor
 from dsp.moves import SplitInput, gather_local, switch_local
 from dsp.pending import PendingSwitch
-from dsp.sharded import as_dtensor
+from dsp.tensors import as_dtensor
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:

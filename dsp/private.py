@@ -51,7 +51,6 @@ _FromTorchTensorBackward RegisterPostBackwardFunctionBackward ToCopyBackward0 Cl
 LEAF = "torch::autograd::AccumulateGrad"
 COMPILERS_OWN = "torch._dynamo.exc"  # the module of torch.compile's errors
 FLEX = "torch.nn.attention.flex_attention"  # the module of the functions for "no mask" and "no change of scores"
-is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # tells whether two tensors share a storage
 CONTEXT: Any = torch.autograd.function.BackwardCFunction  # the base of the `ctx` of every autograd.Function
 function_of = attrgetter("_forward_cls")  # of such a `ctx`, or its class: the autograd.Function
 context_of = attrgetter("_backward_cls")  # of an autograd.Function: the class of its `ctx`

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dsp.notation import BATCH_NAMES, Ambiguous, NotationError, StagePattern, TensorPattern, solve_sizes
 from dsp.private import children_of
-from dsp.sharded import Sharded
-from dsp.tensors import tensors_in
+from dsp.tensors import is_shard, tensors_in
 from dsp.text import DIGITS
 
 Slot = int | str | tuple[int | str, int]  # a place in args or kwargs; of an item of a list there, with its index
@@ -130,7 +129,7 @@ class Signature:
                     f"{self.where}: the pattern names {param!r}, whose value is a {type(value).__name__}, not a tensor"
                     + (", nor a list or tuple of tensors" if self.pattern.root else "")
                 )
-            elif any(isinstance(t, (DTensor, Sharded)) for t in nested(value)):
+            elif any(isinstance(t, DTensor) or is_shard(t) for t in nested(value)):
                 raise self.hidden(param, value)
         if self.bare and not any(b.pattern is self.bare[0] for b in bound):
             raise NotationError(f"{self.where}: no tensor argument is left for the pattern '{self.bare[0]}'")

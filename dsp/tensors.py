@@ -224,3 +224,15 @@ def remade(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
 
 
 NO = torch._C.DisableTorchFunctionSubclass
+
+
+def is_shard(t: Any) -> bool:
+    """Tell whether a tensor between stages is one rank's part of a larger one."""
+    return getattr(t, "cut", None) is not None
+
+
+def as_dtensor(t: Any) -> Any:
+    """The DTensor for which a tensor between stages stands, or the tensor if it is replicated; other values as they
+    are."""
+    convert = getattr(t, "as_dtensor", None)
+    return t if convert is None else convert()

@@ -40,14 +40,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("DSP_HOUSE") == "new":
-        importlib.import_module("dsp.plan")  # a test that looks into the old house would put it where the function is
-        vars(sys.modules["dsp"]).pop("plan", None)
-        skip = pytest.mark.skip(reason="the new house does not pass it yet")
-        names = set((ROOT / "tests/new_house.txt").read_text().split())
-        for item in items:
-            if item.nodeid.partition("[")[0] in names or item.nodeid in names:
-                item.add_marker(skip)
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("long"):  # one of its parameters is: no case for `-m slow`

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from dsp.hardware import Estimate, Hardware, clock
-from dsp.house import goal, plan_stages
 from dsp.known import stages_of
 from dsp.planner import Infeasible
+from dsp.report.plan import Goal, plan_stages
 from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.text import aligned, human
@@ -122,7 +122,7 @@ def choose(
         hardware.axis(size)
 
         def planned(**limit: Any) -> Plan:
-            return plan_stages(model, found, root, args, dict(kwargs or {}), goal(size, **options, **limit))  # noqa: B023
+            return plan_stages(model, found, root, args, dict(kwargs or {}), Goal.of(size, **options, **limit))  # noqa: B023
 
         plan = planned()
         more = 0 if resident is None else int(resident(size)) - plan.resident

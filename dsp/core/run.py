@@ -42,9 +42,8 @@ from dsp.observers import RUNNING
 from dsp.private import CONTEXT, backward_pass, saving_hooks
 from dsp.randomness import drew, forked, forked_if_drawn, states
 from dsp.rules.functions import DENSE
-from dsp.sharded import as_dtensor
 from dsp.stages import Stage
-from dsp.tensors import constants_in, map_tensors, tensors_in, version
+from dsp.tensors import as_dtensor, constants_in, map_tensors, tensors_in, version
 
 UNCHANGED = nullcontext()
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error

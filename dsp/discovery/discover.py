@@ -32,12 +32,11 @@ from dsp.discovery.patterns import Patterns
 from dsp.discovery.repeats import Repeats
 from dsp.discovery.search import Search
 from dsp.discovery.shapes import Shapes
-from dsp.house import goal, plan_stages
 from dsp.known import stages_of
 from dsp.layout import Cut
 from dsp.notation import NotationError
 from dsp.private import FakeTensorMode, fake_tensor, pytree
-from dsp.report.plan import UNKNOWN, place_of
+from dsp.report.plan import UNKNOWN, Goal, place_of, plan_stages
 from dsp.slices import Probe, call_part, copies
 from dsp.tensors import remade, tensors_in
 from dsp.text import Moving, number_of
@@ -151,7 +150,7 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
         """The share of work that is replicated, rounded to hundredths, and the bytes sent."""
         search.tell(f"{number_of(len(stages) - 1, 'pattern')} of stages, planned")
         found = stages_of(model, stages)
-        plans = [plan_stages(model, *found, args, kwargs, goal(n, gather_output=False, batch=False)) for n in SIZES]
+        plans = [plan_stages(model, *found, args, kwargs, Goal(n, gather_output=False, batch=False)) for n in SIZES]
         alone = sum(p.flops_alone for p in plans)
         sent = sum(sum(p.bytes.values()) for p in plans)
         for p in plans:  # an input left replicated suits the first layer only: later ones would gather and split

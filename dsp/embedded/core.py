@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from dsp.embedded.grid import Grid
 from dsp.embedded.place import PLACE, placed
-from dsp.house import running_place
 from dsp.layout import Axis
 from dsp.methods import CommBytes, RankPart
 from dsp.notation import NotationError
@@ -24,7 +23,7 @@ def place_of_call() -> RankPart | None:
 
     An activation checkpoint inside a stage's hooks, as in train.py, recomputes the stage in backward without the hooks.
     """
-    place = running_place() or PLACE.get()
+    place = PLACE.get()
     if place is None and backward_pass() != -1:
         raise RuntimeError(
             "an activation checkpoint that dsp cannot follow recomputes a stage with communication inside; use "

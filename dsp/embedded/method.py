@@ -20,11 +20,12 @@ from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
 from dsp.guard.agreement import agree
 from dsp.hardware import Hardware
-from dsp.house import goal, install, plan_stages
 from dsp.known import stages_of
 from dsp.layout import Axis, cuts_of
 from dsp.notation import NotationError, StagePattern
 from dsp.overlap.options import kind_of, overlap_of, refuse_overlap
+from dsp.parallel import install
+from dsp.report.plan import Goal, plan_stages
 from dsp.report.table import Plan
 from dsp.routes import Route
 from dsp.signature import Signature
@@ -236,7 +237,7 @@ def plan(
         "recompute": recompute, "save_exchanges": save_exchanges, "wire": wire, "route": route, "overlap": overlap,
     }  # fmt: skip
     args = (args,) if isinstance(args, Tensor) else tuple(args)
-    return plan_stages(model, stages, root, args, dict(kwargs or {}), goal(size, **options))
+    return plan_stages(model, stages, root, args, dict(kwargs or {}), Goal.of(size, **options))
 
 
 def save_exchanges() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from dsp.calls import GlueError
 from dsp.core.carrier import Carrier
@@ -18,13 +18,11 @@ from dsp.lines import Line, lines_of
 from dsp.notation import NotationError, TensorPattern
 from dsp.observers import RUNNING
 from dsp.private import COMPILERS_OWN
-from dsp.sharded import Sharded
 from dsp.signature import Slot
 from dsp.stages import Stage
 from dsp.tensors import tensors_in
 
 MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # errors of a stage that gets unexpected shapes
-KINDS = (Sharded, Carrier)  # tensors between stages
 COMPILE = (
     "torch.compile of a parallelized model, or of several of its stages in one call, does not work. Give "
     "dsp.parallelize compile=True; or, after dsp.parallelize, compile the forward of each stage by itself, as in "
@@ -96,23 +94,21 @@ def add_note(model: nn.Module, error: Exception) -> None:
             break
     else:
         return
-    held, kind = sharded
     module, path = _module(model, lines[: at + 1])
     way = f"if {path!r} is named in stages" if path else "in a submodule that is named in stages"
     error.add_note(
-        f"dsp: at {lines[at].short}, in {module}, {held} is sharded: a {kind.__module__}.{kind.__qualname__}, a "
-        "torch.Tensor with the shape of the whole, of which each rank holds a part. Code that asks for the exact type, "
+        f"dsp: at {lines[at].short}, in {module}, {sharded} is sharded: a {Carrier.__module__}.{Carrier.__qualname__}, "
+        "a torch.Tensor with the shape of the whole, of which each rank holds a part. Code that asks for the exact type, "
         "or for memory, may stumble over it. Inside a stage tensors are plain, so the code works "
         f"{way}"
     )
 
 
-def _sharded(frame: FrameType) -> tuple[str, type[Tensor]] | None:
-    """The name of a variable that holds a sharded tensor, and the tensor's type; None if there is none."""
+def _sharded(frame: FrameType) -> str | None:
+    """The name of a variable that holds a tensor between stages; None if there is none."""
     for name, value in frame.f_locals.items():
-        for kind in KINDS:
-            if any(isinstance(t, kind) for t in tensors_in(value)):
-                return name, kind
+        if any(isinstance(t, Carrier) for t in tensors_in(value)):
+            return name
     return None
 
 

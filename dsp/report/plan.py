@@ -70,6 +70,13 @@ class Goal:
     recompute: bool = False
     save_exchanges: bool = False
 
+    @staticmethod
+    def of(size: int, *, wire: Any = SAME, route: Any = None, overlap: Any = None, **options: Any) -> Goal:
+        """The goal by arguments as for `plan`; options: fields."""
+        hardware = options.get("hardware")
+        ways, cut = Route.of(route).over(size, hardware), overlap_of(overlap, hardware)
+        return Goal(size, **options, permits=permitted(wire), ways=ways, overlap=cut)
+
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size, the number of ranks, must be at least 1, got {self.size}")
@@ -108,9 +115,9 @@ def plan(
     `hardware`; ``wire="auto"`` permits fewer bits, which are not exact. Raises ValueError on a stage that does not fit,
     and `dsp.planner.Infeasible` if nothing fits in the memory.
     """
-    goal = Goal(
-        size, memory, dtype, gather_output, cuts_of(given or {}), hardware, permits=permitted(wire),
-        ways=Route.of(route).over(size, hardware), overlap=overlap_of(overlap, hardware),
+    goal = Goal.of(
+        size, memory=memory, dtype=dtype, gather_output=gather_output, given=cuts_of(given or {}), hardware=hardware,
+        wire=wire, route=route, overlap=overlap,
     )  # fmt: skip
     args = (args,) if isinstance(args, Tensor) else tuple(args)
     return plan_stages(model, *stages_of(model, stages), args, dict(kwargs or {}), goal, advise=True)

@@ -17,7 +17,7 @@ from dsp.layout import Cut, chunk
 from dsp.private import FLEX, _disable_current_modes, compiling
 from dsp.rules.attention import shared_heads
 from dsp.rules.call import DealtRows, Frame, Outcome, rule
-from dsp.sharded import Sharded
+from dsp.tensors import is_shard
 
 KERNELS = 64  # pairs of functions, and kinds of shapes, that one process compiles the kernel for
 ROUNDS = 16  # rounds of dealing at least, if there are enough blocks of queries, so that uneven work is spread
@@ -31,7 +31,7 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     its kernel itself, fused on any device except a CPU.
     """
     if has_torch_function((query, key, value)):
-        if any(isinstance(t, Sharded) for t in captured_by(rest)):
+        if any(map(is_shard, captured_by(rest))):
             raise unreadable()
         return handle_torch_function(flex_attention, (query, key, value), query, key, value, *rest)
     with compiling(KERNELS):

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from dsp.sharded import carry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dsp
+from dsp.core.carrier import Carrier
 from dsp.layout import Axis, Cut
-from dsp.sharded import carry
 from tests.support.beside import exact
-from tests.support.houses import NEW, sharded_type
 from tests.support.refusals import refused
 from tests.support.toys import C, Glued
 
@@ -72,7 +72,7 @@ class Squared(torch.autograd.Function):
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_autograd_functions_between_stages(mesh: DeviceMesh) -> None:
     for glue in (Unchanged.apply, Viewed.apply, Squared.apply, lambda x: Squared.apply(x.detach()) + x):
-        if NEW and glue in (Unchanged.apply, Viewed.apply, Squared.apply):
+        if glue in (Unchanged.apply, Viewed.apply, Squared.apply):
             model = dsp.parallelize(made(glue), mesh)
             refused("the autograd.Function .* between stages", model, inputs(), error=dsp.GlueError)
             continue
@@ -93,7 +93,7 @@ def test_it_reads_as_a_dtensor(mesh: DeviceMesh) -> None:
     y = dsp.parallelize(made(glue), mesh)(inputs())
     torch.testing.assert_close(y, whole)
     x = found.pop()
-    assert type(x) is sharded_type()
+    assert type(x) is Carrier
     assert isinstance(x, Tensor)
     assert (x.shape, x.ndim, x.numel(), len(x), x.size(1)) == (SHAPE, 4, before.numel(), 2, 5)
     assert (x.stride(), x.is_contiguous(), x.dtype, x.requires_grad) == (before.stride(), True, torch.float64, True)

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 import dsp
 from dsp.known import table
 from dsp.slices import cast
-from tests.support.houses import planned
+from tests.support.records import planned
 
 FILE = Path(__file__).with_name("diffusers_cases.json")
 TYPES = Path(__file__).with_name("transformers_cases.json")

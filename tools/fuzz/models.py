@@ -44,7 +44,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import dsp
 from dsp.private import FakeTensor
 from dsp.report.table import Plan
-from tests.support import houses, ranks
+from tests.support import ranks, records
 from tools.fuzz.programs import (
     Step,
     build,
@@ -157,14 +157,13 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
             problems.append(f"memory: after a step there is still that of {left}")
         if not call:
             verdict.sent = sent
-            if (plan := houses.figures(model)) is not None:
+            if (plan := records.figures(model)) is not None:
                 verdict.planned, verdict.shards = plan.bytes, not gather and plan.shards
-            if ahead is not None and not houses.NEW and (ahead.sends, ahead.switches) != (plan and plan.sends):
-                problems.append(f"bytes: dsp.plan says {ahead.sends}, parallelize {plan and plan.sends}")
+            if ahead is not None and ahead.bytes != (plan and plan.bytes):
+                problems.append(f"bytes: dsp.plan says {ahead.bytes}, parallelize {plan and plan.bytes}")
         elif sent != verdict.sent:
             more = sum(map(sum, sent.values())) - sum(map(sum, verdict.sent.values()))
             problems.append(f"bytes: the second call sends {more} more than the first")
-    problems += [f"bytes: {text}" for text in houses.warnings_of(model)]
     if "self.other" in text:
         problems += astray(model, single, inputs, mesh)
     if verdict.shards:

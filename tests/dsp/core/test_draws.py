@@ -14,10 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from tests.support.beside import averaged, same
-from tests.support.houses import NEW
 from tests.support.toys import Along, C, Does
-
-pytestmark = pytest.mark.skipif(not NEW, reason="of dsp.core")
 
 
 def noisy(m: Any, x: Tensor) -> Tensor:

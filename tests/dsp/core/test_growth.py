@@ -14,10 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from tests.support.beside import averaged, beside, exact, same
-from tests.support.houses import NEW, left_plan, planned
+from tests.support.records import left_plan, planned
 from tests.support.toys import C, Does, SpaceTime
-
-pytestmark = pytest.mark.skipif(not NEW, reason="of dsp.core")
 
 
 def reading(m: Any, x: Tensor) -> Tensor:

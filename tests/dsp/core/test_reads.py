@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from tests.support.beside import beside
-from tests.support.houses import NEW, left_plan, planned
+from tests.support.records import left_plan, planned
 from tests.support.toys import C, Does
-
-pytestmark = pytest.mark.skipif(not NEW, reason="of dsp.core")
 
 
 def padded(m: Any, x: Tensor, pad: Tensor) -> Tensor:

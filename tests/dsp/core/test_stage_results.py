@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.beside import exact
-from tests.support.houses import NEW
 
 
 class Twice(torch.autograd.Function):
@@ -70,7 +69,6 @@ class Returned(nn.Module):
         return self.second(found["once"] * found["again"])
 
 
-@pytest.mark.skipif(not NEW, reason="run and plan return two")
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_a_tensor_that_a_stage_returns_twice_is_one(mesh: DeviceMesh) -> None:
     """On a rank that holds no row as well."""

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import dsp
 from tests.support import toys
-from tests.support.houses import promised
+from tests.support.records import promised
 from tests.support.runs import Heard
 from tests.support.slow import slow
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from dsp.stages import Stage
 from tests.support import toys
-from tests.support.houses import dims_of_stages, edges_of, problem_of, recorded, regions_of
+from tests.support.records import dims_of_stages, edges_of, problem_of, recorded, regions_of
 
 
 def small() -> nn.Module:

@@ -14,7 +14,7 @@ import dsp
 import zoo
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints
-from tests.support.houses import planned_forward
+from tests.support.records import planned_forward
 from tests.support.slow import slow, slow_but
 
 C = 8

@@ -15,7 +15,6 @@ import dsp
 from dsp.calls import by_position
 from dsp.rules import RULES
 from tests.support.beside import beside
-from tests.support.houses import NEW
 from tests.support.runs import Heard
 from tests.support.toys import Does
 
@@ -60,7 +59,6 @@ def test_the_positions_of_keywords() -> None:
     assert by_position(torch.sum, (x,), {"dim": 1}) == ((x,), {"dim": 1})
 
 
-@pytest.mark.skipif(not NEW, reason="of dsp.glue")
 def test_a_rule_that_fails_leaves_its_operation_replicated(mesh: DeviceMesh) -> None:
     single = Does(lambda m, x: m.lin(m.lin(x).roll(1, 1)), lin=nn.Linear(4, 4)).double()
     with pytest.MonkeyPatch.context() as patch, Heard() as heard:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from dsp.layout import Axis, Cut
 from dsp.moves import Part, switch_local
+from dsp.overlap.ahead import launch as launch_switch
 from dsp.pending import ahead
 from dsp.tensors import memory
 from tests.support.beside import beside
-from tests.support.houses import ASK_FOR_SIZE, LAUNCH, in_flight
 from tests.support.toys import Fn
 
 SIZES = [1, 2, 3, 4]
@@ -122,15 +121,15 @@ Launch = Callable[..., Tensor]
 def all_large(launch: Launch) -> Iterator[None]:
     """No tensor counts as so small that it shares a call; `launch` in the place of what launches a switch."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ASK_FOR_SIZE:
+        for module in ("dsp.moves", "dsp.core.placement", "dsp.report.traffic"):
             patch.setattr(import_module(module), "fuses", lambda nbytes, n: False)
-        patch.setattr(LAUNCH, launch)
+        patch.setattr("dsp.overlap.ahead.launch", launch)
         yield
 
 
 def late(under_way: list[int], launch: Launch, *call: Any) -> Tensor:
     """A switch that surely comes late: until it is waited for there are no numbers."""
-    made, coming = launch(*call), in_flight(call[0])
+    made, coming = launch(*call), call[0].in_flight
     with torch._C.DisableTorchFunction():
         room = made.data
         coming.pop(memory(made))()
@@ -145,7 +144,7 @@ def late(under_way: list[int], launch: Launch, *call: Any) -> Tensor:
 def test_nothing_is_read_before_its_all_to_all_arrives(mesh: DeviceMesh, name: str) -> None:
     single, x = Attention(TOUCHES[name]), torch.randn(1, 7, 8, dtype=torch.float64)
     under_way = list[int]()
-    with all_large(partial(late, under_way, pkgutil.resolve_name(LAUNCH))):
+    with all_large(partial(late, under_way, launch_switch)):
         model = dsp.parallelize(copy.deepcopy(single), mesh)
         beside(single, model, mesh, (x,), rounds=2)
         with torch.no_grad():
@@ -166,12 +165,12 @@ def stop(model: Attention, v: Tensor) -> Tensor:
 
 def test_a_forward_that_raises_has_waited_for_what_was_under_way(mesh: DeviceMesh) -> None:
     """torch keeps for good what nobody waits for."""
-    runs, launch, model = list[Any](), pkgutil.resolve_name(LAUNCH), Attention(stop)
-    with all_large(lambda *call: runs.append(call[0]) or launch(*call)):
+    runs, model = list[Any](), Attention(stop)
+    with all_large(lambda *call: runs.append(call[0]) or launch_switch(*call)):
         dsp.parallelize(model, mesh)
         for model.stops in (False, False, True):
             runs.clear()
             with pytest.raises(Stop) if model.stops else nullcontext():
                 model(torch.randn(1, 7, 8, dtype=torch.float64))
         assert len(runs) == 1  # v alone was made
-        assert not in_flight(runs[0])
+        assert not runs[0].in_flight

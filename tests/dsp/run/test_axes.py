@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 import dsp
 from dsp.calls import GlueError
-from tests.support.houses import sharded_type
+from dsp.core.carrier import Carrier
 from tests.support.runs import Heard
 from tests.support.slow import slow
 
@@ -200,7 +200,7 @@ def around(_: Any, heads: int, early: bool) -> None:
         model.zero_grad()
         loss = dsp.mean(model(x).square())
         loss.backward()
-        assert model.part.kind is sharded_type()  # and nothing that each use would ask whether it is there
+        assert model.part.kind is Carrier  # and nothing that each use would ask whether it is there
         torch.testing.assert_close(loss, expect, **EXACT)
         average(model.parameters(), mesh)
         same(model, single)

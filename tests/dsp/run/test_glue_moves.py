@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from tests.support.houses import figures
+from tests.support.records import figures
 from tests.support.toys import Along, C
 
 STAGES = {"": "x=b t s c", "blocks.*.space": "b t [s c]", "blocks.*.time": "b [t] s [c]"}

@@ -23,7 +23,7 @@ import zoo
 from dsp.tensors import tensors_in
 from tests.support.beside import beside
 from tests.support.diffusers_latte import STAGES, build, inputs
-from tests.support.houses import graphs_of
+from tests.support.records import graphs_of
 from tests.support.runs import Heard
 from tests.support.slow import long, slow
 from tests.support.toys import Fn

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from dsp.sharded import Sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.core.carrier import Carrier
 from dsp.guard.agreement import small
 from dsp.private import all_gather, set_backward_hooks
-from dsp.sharded import Sharded
-from tests.support.houses import planned, sharded_type
+from tests.support.records import planned
 from tests.support.runs import Heard
 from tests.support.toys import Along, C, Glued, make
 
@@ -378,7 +379,7 @@ def test_an_error_between_stages_says_what_a_sharded_tensor_is(mesh: DeviceMesh)
             model(torch.randn(1, 7, 5, C))
     (note,) = caught.value.__notes__
     assert "dsp: at test_host.py:" in note
-    kind = sharded_type()
+    kind = Carrier
     assert f"in Exact, t is sharded: a {kind.__module__}.{kind.__qualname__}" in note
     assert "is named in stages" in note
 

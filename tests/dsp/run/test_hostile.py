@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from tests.support.beside import averaged, beside, exact
-from tests.support.houses import NEW
 from tests.support.refusals import refused
 from tests.support.slow import slow
 from tests.support.toys import Along, Blocks, C, Core, Does, Fn, SpaceTime
@@ -158,7 +157,7 @@ class Rate(nn.Module):
 def test_a_rate_of_the_users_own_that_rises_from_zero(mesh: DeviceMesh) -> None:
     """It is found in the calls in which the ranks compare their weights, or at once; the call after it has another
     plan."""
-    found = 4 if NEW else 5  # the call after the one that finds it
+    found = 4  # the call after the one that finds it
     model = Drops()
     model.own, model.all = Rate(), Rate()
     model, x, v = dsp.parallelize(model, mesh), torch.ones(32, 6), torch.ones(32, 1)
@@ -298,15 +297,10 @@ class Applies(SpaceTime):
 
 @pytest.mark.parametrize("mesh", [2, 3])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_autograd_is_exact_between_stages(mesh: DeviceMesh, name: str) -> None:
+def test_a_function_of_autograd_is_refused_between_stages(mesh: DeviceMesh, name: str) -> None:
     x = torch.randn(2, 7, 5, C, dtype=torch.float64, requires_grad=True)
-    own = Normed.__dict__["forward"]
-    if NEW:  # refused: its backward would get parts
-        model = dsp.parallelize(Applies(FUNCTIONS[name]).double(), mesh)
-        refused(r"the autograd.Function \w+ between stages.*name that in stages", model, x, error=dsp.GlueError)
-        return
-    exact(Applies(FUNCTIONS[name]).double(), mesh, (x,), rounds=2)
-    assert Normed.__dict__["forward"] is own
+    model = dsp.parallelize(Applies(FUNCTIONS[name]).double(), mesh)
+    refused(r"the autograd.Function \w+ between stages.*name that in stages", model, x, error=dsp.GlueError)
 
 
 def test_what_is_written_out_leaves_a_forward_in_pieces(mesh: DeviceMesh) -> None:
@@ -314,10 +308,6 @@ def test_what_is_written_out_leaves_a_forward_in_pieces(mesh: DeviceMesh) -> Non
     single = SpaceTime(lambda m, x: m.time(m.space(x) * F.cosine_similarity(m.space(x), x, -1)[..., None])).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=2)
     beside(single, model, mesh, (torch.randn(2, 8, 8, C, dtype=torch.float64),), rounds=2)
-    if not NEW:
-        from dsp.run import functions
-
-        assert not functions.FUNCTIONS.inside
 
 
 class Again(torch.autograd.Function):
@@ -338,8 +328,7 @@ class Again(torch.autograd.Function):
 
 def test_a_function_of_autograd_that_begins_a_backward_is_refused(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(SpaceTime(lambda m, x: m.time(Again.apply(m.space(x), m.time))), mesh)
-    says = "the autograd.Function Again" if NEW else r"enables gradients.* Put the function into a stage"
-    with pytest.raises(dsp.GlueError, match=says):
+    with pytest.raises(dsp.GlueError, match=r"the autograd\.Function Again"):
         model(torch.randn(1, 6, 5, C)).sum().backward()
 
 
@@ -366,7 +355,7 @@ def test_what_torchscript_compiled_runs_whole(mesh: DeviceMesh, f: Any) -> None:
     model = dsp.parallelize(
         Does(lambda m, x: compiled(x * m.w) * x, w=nn.Parameter(torch.ones(4).double())), mesh, {"": "x=b t c"}
     )
-    if NEW and not isinstance(f, nn.Module):  # torch shows calls of scripted modules, and not those of functions
+    if not isinstance(f, nn.Module):  # torch shows calls of scripted modules, and not those of functions
         refused("called by TorchScript.*name that in stages", model, torch.randn(2, 7, 4).double(), error=dsp.GlueError)
         return
     for _ in range(3):
@@ -398,12 +387,7 @@ def test_functions_of_lists_are_not_those_of_one_tensor(mesh: DeviceMesh) -> Non
     x = torch.randn(2, 7, 5, C, dtype=torch.float64)
     exact(SpaceTime(forward).double(), mesh, (x,), rounds=2)
     single = SpaceTime(lambda m, x: foreach("mul_")([m.space(x)], [2.0])).double()
-    if NEW:
-        exact(single, mesh, (x,), rounds=2)
-        return
-    model = dsp.parallelize(single.float(), mesh)
-    with pytest.raises(dsp.GlueError, match=r"foreach_mul.* has no rule"):
-        model(x.float())
+    exact(single, mesh, (x,), rounds=2)
 
 
 class Gathers(nn.Module):
@@ -557,7 +541,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
 }  # fmt: skip
 
 
-EXACT = {  # on core and glue
+EXACT = {
     "a stage that writes into its part of a whole tensor",
     "a stage whose input is needed as it was in another layout",
 }
@@ -566,7 +550,7 @@ EXACT = {  # on core and glue
 @pytest.mark.parametrize("mesh", [2, slow(3)])
 def test_refused_by_name(mesh: DeviceMesh) -> None:
     for name, (build, says) in REFUSED.items():
-        if NEW and name in EXACT:
+        if name in EXACT:
             single, x = build().double(), torch.randn(1, 6, 5, C).double()
             model = dsp.parallelize(copy.deepcopy(single), mesh)
             with torch.no_grad():

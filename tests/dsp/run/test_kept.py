@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.houses import persistent_shard, planned, plans
+from tests.support.records import persistent_shard, planned, records
 from tests.support.slow import slow
 
 HEADS, DIM, ROOM = 3, 4, 40
@@ -166,7 +166,7 @@ def test_what_no_call_reads_changes_no_plan(mesh: DeviceMesh) -> None:
             torch.testing.assert_close(model(x), single(x))
     assert len(model.state) == 6
     assert planned(model)
-    assert plans(model) == 1
+    assert len(records(model)) == 1
 
 
 def test_a_copy_of_the_model_goes_on_by_itself(mesh: DeviceMesh) -> None:

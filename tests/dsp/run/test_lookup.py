@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from tests.support import toys
 from tests.support.beside import averaged, beside, exact, same
-from tests.support.houses import left_plan, same_key
+from tests.support.records import left_plan, same_key
 from tests.support.runs import Heard
 
 

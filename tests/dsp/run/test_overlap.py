@@ -26,8 +26,8 @@ from dsp.overlap.hidden import EXCHANGE
 from dsp.report.table import Plan
 from dsp.wire import AS_IT_IS
 from tests.support.beside import averaged, beside, unsharded
-from tests.support.houses import decisions, overlap_by, plan_text
 from tests.support.loopback import TOLERANCE, measured
+from tests.support.records import decisions, overlap_of, plan_text
 from tests.support.refusals import refused
 from tests.support.runs import Heard
 from tests.support.slow import slow, slow_but
@@ -742,7 +742,7 @@ def by_the_links(mesh: DeviceMesh) -> str:
     single = Behind().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, overlap="auto")
     beside(single, model, mesh, of_grid(1, 8, 8))
-    return overlap_by(model)
+    return repr(overlap_of(model))
 
 
 def test_auto_measures_the_links_alike_on_all_ranks(ranks) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from tests.support.houses import NEW
 from tests.support.paths import ROOT
 from tests.support.slow import long, slow, slow_but
 from tools.fuzz.models import Judge, refusal, shrunk
@@ -155,7 +154,7 @@ def test_a_write_that_a_view_of_its_own_would_miss_is_refused(ranks, text: str, 
     can what a forward that left its plan switched for a view, and writes into; nor what a rank would have to copy, for
     its part lies otherwise in memory."""
     (verdict,) = Judge(ranks)([text], n)
-    if NEW and verdict.kind == "ok":  # there the view is taken of what was written
+    if verdict.kind == "ok":  # there the view is taken of what was written
         return
     assert verdict.kind == "refused", verdict
     assert re.search("rite it out of place|an out-of-place operation", verdict.reason)

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from dsp.traits import written
 from tests.support.beside import beside
-from tests.support.houses import NEW
 from tests.support.refusals import refused
 from tests.support.slow import slow
 
@@ -178,7 +177,7 @@ RIGHT = [
 @pytest.mark.parametrize("inside", RIGHT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mesh", [2, slow(3)])
 def test_a_write_that_no_name_shows_is_not_lost(mesh: DeviceMesh, inside: Callable[..., Tensor]) -> None:
-    if NEW and inside is with_gradient:  # an autograd.Function: its backward would get parts
+    if inside is with_gradient:  # an autograd.Function: its backward would get parts
         model = dsp.parallelize(Inside(inside, mesh.get_group()), mesh)
         refused("AllReduce between stages", model, torch.randn(1, 8, C, dtype=torch.float64), error=RuntimeError)
         return
