@@ -37,8 +37,8 @@ from scipy.optimize import nnls
 import dsp
 from benchmarks.common import RESULTS, ROOT, circumstances, options, rate_name, read, write_down
 from benchmarks.methods import METHODS, TABLE_9, Shape
+from dsp.comm.hardware import all_reduced
 from dsp.embedded import Timing
-from dsp.hardware import all_reduced
 from zoo.training import config as cfg
 from zoo.training.dry_run import Memory, known_hardware, steps_on
 from zoo.training.model import without_weights

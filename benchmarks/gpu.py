@@ -62,7 +62,7 @@ def look(dry: bool, peak: float) -> Any:
     import torch
 
     from benchmarks.gpu_parts import Machine
-    from dsp.hardware import ACCELERATORS
+    from dsp.comm.hardware import ACCELERATORS
 
     if dry or not torch.cuda.is_available():
         return Machine("cpu", "no GPU", peak or 1.0, 10.0)

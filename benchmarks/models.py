@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from benchmarks.common import DOCS, fill, line, on_ranks, options, table
 from benchmarks.contenders import Circumstance, by_diffusers
-from dsp.text import human
+from dsp.support.formatting import human
 from tests.support import known_models
 from tests.support.known_models import CASES, OTHER_FIELDS, TRANSFORMERS, Case, held, made
 

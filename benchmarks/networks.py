@@ -86,7 +86,7 @@ def timed(name: str) -> tuple[float, float]:
 
 def hardware(node: int, nbytes: int) -> dict[str, Any]:
     """The hardware that `dsp.hardware` measures here, by exchanges of so many bytes."""
-    return asdict(dsp.hardware.measured(all_ranks(), node=node, nbytes=nbytes, rounds=9))
+    return asdict(dsp.comm.hardware.measured(all_ranks(), node=node, nbytes=nbytes, rounds=9))
 
 
 # --------------------------------------------------------------------------------------- the program, from what it has
@@ -103,9 +103,9 @@ def revived(of: Mapping[str, Any]) -> dsp.Hardware:
     return dsp.Hardware(**{**of, **links, "packing": {name: dsp.Link(**link) for name, link in of["packing"].items()}})
 
 
-def averaged(shape: Shape, ranks: int) -> list[dsp.hardware.Exchange]:
+def averaged(shape: Shape, ranks: int) -> list[dsp.comm.hardware.Exchange]:
     """The average of gradients in a step."""
-    return dsp.hardware.all_reduced(4 * sum(p.numel() for p in shape.bare("meta")[0].parameters()), ranks)
+    return dsp.comm.hardware.all_reduced(4 * sum(p.numel() for p in shape.bare("meta")[0].parameters()), ranks)
 
 
 def predictions(found: Mapping[str, Any], each: Mapping[str, Any]) -> dict[str, float]:

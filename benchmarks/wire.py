@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import dsp
-import dsp.collectives  # its ops
+import dsp.comm.collectives  # its ops
 from benchmarks.common import circumstances, line, options, table, write_down
 from benchmarks.hosts import Hosts, Ranks, script, sent, stoppable, why_not
 from benchmarks.methods import METHODS, RECOMPUTE, Shape, Step, formula

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 import zoo
 from benchmarks.common import line, on_ranks, options, table
-from dsp import formats
-from dsp.private import TorchDispatchMode
+from dsp.comm import formats
+from dsp.support.private import TorchDispatchMode
 from zoo.training import config as cfg
 from zoo.training.model import mean_losses
 from zoo.training.optim import learning_rate

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsp import embedded
-    from dsp.calls import GlueError
-    from dsp.check.check import check
-    from dsp.check.report import Report
     from dsp.cluster.choose import Sizing, choose
-    from dsp.count import count_comm
+    from dsp.comm import hardware
+    from dsp.comm.count import count_comm
+    from dsp.comm.hardware import LINKS, Hardware, Link
+    from dsp.comm.ops import gather, hand_over, mean, split, start_switch, switch
+    from dsp.comm.routes import Route
+    from dsp.core.torch_calls import GlueError
     from dsp.discovery.discover import discover
-    from dsp.hardware import LINKS, Hardware, Link
-    from dsp.notation import NotationError
-    from dsp.ops import gather, hand_over, mean, split, start_switch, switch
     from dsp.parallel import parallelize
     from dsp.report.plan import plan
     from dsp.report.table import Plan
     from dsp.report.without_data import without_data
-    from dsp.routes import Route
+    from dsp.stages.notation import NotationError
+    from dsp.verify.check import check
+    from dsp.verify.report import Report
 
 __version__ = "0.2.0"
 
@@ -55,33 +56,33 @@ __all__ = [
 ]
 
 NAMES = {
-    "calls": "GlueError",
-    "check.check": "check",
-    "check.report": "Report",
     "cluster.choose": "Sizing choose",
-    "count": "count_comm",
+    "comm.count": "count_comm",
+    "comm.hardware": "LINKS Hardware Link",
+    "comm.ops": "gather hand_over mean split start_switch switch",
+    "comm.routes": "Route",
+    "core.torch_calls": "GlueError",
     "discovery": "discover",
-    "hardware": "LINKS Hardware Link",
-    "notation": "NotationError",
-    "ops": "gather hand_over mean split start_switch switch",
     "parallel": "parallelize",
     "report.plan": "plan",
     "report.table": "Plan",
     "report.without_data": "without_data",
-    "routes": "Route",
+    "stages.notation": "NotationError",
+    "verify.check": "check",
+    "verify.report": "Report",
 }
+MODULES = {"hardware": "dsp.comm.hardware"}  # a module by its public name
 FOUND_IN = {name: module for module, names in NAMES.items() for name in names.split()}
-import_module("dsp.check")  # named like its function: imported later, the package would replace it
-del globals()["check"]
 
 
 def __getattr__(name: str) -> Any:
     """The public names and the modules, each loaded when it is used."""
     if name in FOUND_IN:
-        found = globals()[name] = getattr(import_module(f"dsp.{FOUND_IN[name]}"), name)
-        return found
-    if not name.startswith("_") and find_spec(f"dsp.{name}") is not None:
-        return import_module(f"dsp.{name}")
+        value = globals()[name] = getattr(import_module(f"dsp.{FOUND_IN[name]}"), name)
+        return value
+    path = MODULES.get(name, f"dsp.{name}")
+    if not name.startswith("_") and find_spec(path) is not None:
+        return import_module(path)
     raise AttributeError(f"module 'dsp' has no attribute {name!r}")
 
 

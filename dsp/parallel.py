@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dsp.comm.hardware import Hardware
+from dsp.comm.layout import Axis
+from dsp.comm.routes import Route
+from dsp.comm.wire import SAME, Wire
 from dsp.compiled.replay import Compiled
 from dsp.core.observed import Observe
 from dsp.core.parallel import Parallel
@@ -14,18 +18,14 @@ from dsp.core.recording import PLAIN, RecordOptions
 from dsp.glue.offers import ShardingRules
 from dsp.guard.agreement import agree
 from dsp.guard.guards import GUARDS
-from dsp.hardware import Hardware
-from dsp.known import stages_of
-from dsp.layout import Axis
-from dsp.notation import StagePattern
 from dsp.overlap.ahead import send_ahead
 from dsp.overlap.choice import CutStages
 from dsp.overlap.options import Overlap, kind_of, overlap_of, refuse_overlap
-from dsp.pipelines import Method, SharedBatch, axes_of, parts_of
 from dsp.report.measure import Measure
-from dsp.routes import Route
-from dsp.stages import Stage
-from dsp.wire import SAME, Wire
+from dsp.stages.known import stages_of
+from dsp.stages.notation import StagePattern
+from dsp.stages.pipelines import Method, SharedBatch, axes_of, parts_of
+from dsp.stages.stage import Stage
 
 
 def parallelize(
@@ -43,9 +43,9 @@ def parallelize(
     model: a module, or a pipeline of diffusers, whose parts of known classes are parallelized. mesh: a 1-D DeviceMesh,
     such as ``mesh["sp"]`` of a larger one. A pipeline's mesh may have two axes: the first divides the batch of each
     call, such as guidance's two predictions. stages: submodule pattern to stage string, by default ``model.stages``, or
-    the stages that `dsp.known` has for its class; the key ``""`` names the model's own inputs and outputs. The parallel
-    model takes the inputs of the bare model: full tensors, the same on every rank. It returns full tensors; with
-    ``gather_output=False`` it returns DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over
+    the stages that `dsp.stages.known` has for its class; the key ``""`` names the model's own inputs and outputs. The
+    parallel model takes the inputs of the bare model: full tensors, the same on every rank. It returns full tensors;
+    with ``gather_output=False`` it returns DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over
     the ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient. At size 1 the model is returned
     untouched.
 

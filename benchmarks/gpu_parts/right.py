@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-import dsp.collectives  # its ops
+import dsp.comm.collectives  # its ops
 import dsp.embedded
 import zoo
 import zoo.attention
@@ -45,11 +45,11 @@ from benchmarks.gpu_parts import (
     pretended,
     told,
 )
+from dsp.comm.layout import Axis
+from dsp.comm.pending import PendingSwitch
+from dsp.comm.randomness import forked
 from dsp.guard.agreement import Agreement
-from dsp.layout import Axis
-from dsp.pending import PendingSwitch
-from dsp.randomness import forked
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from zoo.training.model import repeated_stages
 from zoo.video import mamba
 

@@ -23,9 +23,9 @@ import zoo
 import zoo.attention
 from benchmarks.gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error, pretended, told
 from benchmarks.methods import Shape
-from dsp.exchange import SwitchPlan
+from dsp.comm.exchange import SwitchPlan
 from dsp.planner import chunk_sizes
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from zoo.training.model import repeated_stages
 
 KINDS = {
@@ -260,7 +260,7 @@ def graphs(machine: Machine, _: Any) -> Cases:
 # Those of `dsp.Plan.takes`: counted FLOPs over one, bytes touched over the other, operation by operation as they run
 # uncompiled. Both rates are fitted by least squares of relative errors to steps and forwards of several shapes; each
 # point is then predicted by a fit without it. Beside them stand the shares of the data sheet that
-# `dsp.hardware.accelerator` takes where it is told none.
+# `dsp.comm.hardware.accelerator` takes where it is told none.
 ASSUMED = 0.5, 0.8  # of accelerator(): the share of products, and of memory
 FULL_SHAPES = [
     Shape(hidden, hidden // 72, 2, 1, frames, side)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsp.hardware import Estimate, Hardware, clock
-from dsp.known import stages_of
+from dsp.comm.hardware import Estimate, Hardware, clock
+from dsp.comm.routes import Route
+from dsp.comm.wire import SAME
 from dsp.planner import Infeasible
 from dsp.report.plan import Goal, plan_stages
 from dsp.report.table import Plan
-from dsp.routes import Route
-from dsp.text import aligned, human
-from dsp.wire import SAME
+from dsp.stages.known import stages_of
+from dsp.support.formatting import aligned, human
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from dsp.comm.layout import Axis
+from dsp.comm.observers import observing
 from dsp.compiled.guards import Guards, options_of
 from dsp.compiled.reasons import CHANGES, NotYet, RefuseUnseen, Unfit
 from dsp.compiled.recorded import collectives, shapes
 from dsp.guard.agreement import same
-from dsp.layout import Axis
-from dsp.observers import observing
-from dsp.private import (
+from dsp.support.private import (
     _disable_current_modes,
     _get_current_dispatch_mode,
     _get_current_function_mode,
     saving_hooks,
 )
-from dsp.tensors import map_tensors, tensors_in
-from dsp.world import World
+from dsp.support.python_state import World
+from dsp.support.tensors import map_tensors, tensors_in
 
 log = logging.getLogger("dsp")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dsp.core.skeleton import own_containers
-from dsp.tensors import version
+from dsp.support.tensors import version
 
 NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, partial)
 

@@ -12,8 +12,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from dsp.private import OF_AN_OP, FakeTensor, OpOverload, pytree, schema_of
-from dsp.rules.functions import RECURRENCES
+from dsp.core.functions import RECURRENCES
+from dsp.support.private import OF_AN_OP, FakeTensor, OpOverload, pytree, schema_of
 
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)
 CHANGES = "it changes what its modules hold"

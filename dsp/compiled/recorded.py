@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from dsp.private import OpOverload, schema_of
-from dsp.sent import COLLECTIVES
-from dsp.tensors import tensors_in
+from dsp.comm.traffic_formulas import COLLECTIVES
+from dsp.support.private import OpOverload, schema_of
+from dsp.support.tensors import tensors_in
 
 
 def unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsp.compile_off import CompileOff
 from dsp.compiled.graphs import Graphs, Kind, Traced
 from dsp.compiled.guards import options_of
 from dsp.compiled.reasons import CHANGES, RANDOM, SIMPLE, NotYet, Unfit, reasons_in, refuse_for
 from dsp.compiled.recorded import hold, unique
 from dsp.compiled.tidy import tidy
 from dsp.core.carrier import Carrier, carry, plain
+from dsp.core.functions import RECURRENCES
 from dsp.core.hooks import HookedCall
 from dsp.core.observed import Events, ModelCall
 from dsp.core.parallel import RECORDS, Output, Parallel, hand_out
@@ -28,8 +28,8 @@ from dsp.core.record import Record
 from dsp.core.run import at_once
 from dsp.core.unplanned import Unplanned
 from dsp.core.watch import watched
-from dsp.private import graph_of, hooks_of, pytree
-from dsp.rules.functions import RECURRENCES
+from dsp.support.compile_off import CompileOff
+from dsp.support.private import graph_of, hooks_of, pytree
 
 
 class Replay:

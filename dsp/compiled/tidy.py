@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
-from dsp.private import GRAD_SWITCH, OpOverload, schema_of
+from dsp.support.private import GRAD_SWITCH, OpOverload, schema_of
 
 
 def tidy(graph: Graph, graded: Iterable[bool]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.calls import Operand
 from dsp.core.carrier import LOCAL
 from dsp.core.record import Node, Ref, RegionPlace
-from dsp.private import FakeTensor, base_of, checkpoint_frame, checkpoint_frames, saved_in
-from dsp.tensors import Edge, edge, leading_to
+from dsp.core.torch_calls import Operand
+from dsp.support.private import FakeTensor, base_of, checkpoint_frame, checkpoint_frames, saved_in
+from dsp.support.tensors import Edge, edge, leading_to
 
 
 class Regions:

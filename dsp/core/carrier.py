@@ -19,16 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from dsp.between import INDEXED, numbered, without_data_of
-from dsp.calls import NUMBERS, GlueError, by_position
+from dsp.comm.gradients import covered_exit
+from dsp.comm.moves import gather_local
+from dsp.comm.observers import RUNNING
+from dsp.core.between import INDEXED, numbered, without_data_of
+from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
-from dsp.gradients import covered_exit
-from dsp.moves import gather_local
-from dsp.observers import RUNNING
-from dsp.private import FakeTensor, OpOverload
-from dsp.rules.functions import TELLING
-from dsp.tensors import memory, tensors_in, version
-from dsp.traits import traits
+from dsp.core.torch_calls import NUMBERS, GlueError, by_position
+from dsp.core.torch_traits import traits
+from dsp.support.private import FakeTensor, OpOverload
+from dsp.support.tensors import memory, tensors_in, version
 
 LOCAL = torch._C.DisableTorchFunctionSubclass
 INLINE = nullcontext()  # functions that are written out in others: their operations come here one by one

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from dsp.comm.observers import OBSERVER, observing
 from dsp.core.carrier import Carrier, carry, plain
-from dsp.observers import OBSERVER, observing
-from dsp.private import Recompute, backward_pass, checkpoint_arguments, checkpoint_frame, checkpoint_frames
+from dsp.support.private import Recompute, backward_pass, checkpoint_arguments, checkpoint_frame, checkpoint_frames
 
 
 def keep_arguments() -> None:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsp.comm.layout import Axis, separable
+from dsp.comm.moves import Part, gather_local, switch_all
+from dsp.comm.observers import RUNNING
 from dsp.core.carrier import LOCAL, Carrier, base_of, copies_of, plain
 from dsp.core.record import Layout, Node, Record, Ref
-from dsp.layout import Axis, separable
-from dsp.moves import Part, gather_local, switch_all
-from dsp.observers import RUNNING
 
 
 class CopySwitch(NamedTuple):

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from dsp.comm.layout import separable
 from dsp.core.placement import place
 from dsp.core.record import FREE, Base, Layout, Node, Offer, Record, Ref, replicated
-from dsp.layout import separable
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
 from dsp.planner import Value as Extents
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from dsp.core.skeleton import foreign
-from dsp.private import FakeTensor, checkpoint_frame, children_of, pytree, saved_in, storage_id
-from dsp.tensors import tensors_in, version
+from dsp.support.private import FakeTensor, checkpoint_frame, children_of, pytree, saved_in, storage_id
+from dsp.support.tensors import tensors_in, version
 
 VALUES = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsp.comm.observers import OBSERVER, observing
 from dsp.core.carrier import LOCAL, READERS, Carrier, carry, plain
 from dsp.core.record import Node, Record, Ref
-from dsp.observers import OBSERVER, observing
 
 
 class OnGradient:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dsp.calls import Operand, replaced
 from dsp.core.inputs import add_base
 from dsp.core.record import Node, Operation, Record, Ref
+from dsp.core.torch_calls import Operand, replaced
 
 AT_ONCE = 4  # times that a record that grew is planned again for the next call; later it waits for 2, 4, 8 such calls
 

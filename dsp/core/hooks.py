@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsp.calls import GlueError
+from dsp.comm.gradients import NoView
 from dsp.core.carrier import Carrier, carry, numbers, plain
-from dsp.gradients import NoView
-from dsp.private import backward_hooks_of, compiled_call, hooks_of, pytree, set_compiled_call
+from dsp.core.torch_calls import GlueError
+from dsp.support.private import backward_hooks_of, compiled_call, hooks_of, pytree, set_compiled_call
 
 
 def unwrap(value: Any) -> tuple[Any, list[Any]]:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dsp.calls import GlueError
+from dsp.comm.gradients import connected_local, is_graph_start
+from dsp.comm.layout import Axis, Cut, cut_of, cuts_of
+from dsp.comm.moves import ScaleGradient, SplitInput, WholeInput
 from dsp.core.carrier import Carrier, carry
 from dsp.core.offers import allow_named
 from dsp.core.record import Layout, Record, Ref
-from dsp.gradients import connected_local, is_graph_start
-from dsp.layout import Axis, Cut, cut_of, cuts_of
-from dsp.moves import ScaleGradient, SplitInput, WholeInput
-from dsp.notation import BATCH_NAMES, StagePattern
-from dsp.private import pytree
-from dsp.signature import Bound, Signature, Slot, got, put
-from dsp.stages import cut_for
-from dsp.tensors import tensors_in
+from dsp.core.torch_calls import GlueError
+from dsp.stages.notation import BATCH_NAMES, StagePattern
+from dsp.stages.signature import Bound, Signature, Slot, got, put
+from dsp.stages.stage import cut_for
+from dsp.support.private import pytree
+from dsp.support.tensors import tensors_in
 
 UNNAMED = StagePattern("", (), (), False, root=True)  # of a model whose stages name no inputs of the model itself
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.calls import Operand, tensor_args
 from dsp.core.carrier import Carrier
 from dsp.core.record import Node, Offer, Operation, Record, Ref
-from dsp.private import backward_pass, pytree
+from dsp.core.torch_calls import Operand, tensor_args
+from dsp.support.private import backward_pass, pytree
 
 HOT = 65536  # calls kept ready, at most
 VARIANTS = 4096  # nodes kept that differ from planned ones in numbers, at most

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dsp.private import OpOverload, TorchDispatchMode, base_of, schema_of
-from dsp.tensors import ByTensor, tensors_in
+from dsp.support.private import OpOverload, TorchDispatchMode, base_of, schema_of
+from dsp.support.tensors import ByTensor, tensors_in
 
 if TYPE_CHECKING:
     from dsp.core.record import Node

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from dsp.comm.layout import Axis
 from dsp.core.record import Record
-from dsp.layout import Axis
-from dsp.notation import StagePattern
-from dsp.stages import Stage
+from dsp.stages.notation import StagePattern
+from dsp.stages.stage import Stage
 
 
 class Observed(Protocol):

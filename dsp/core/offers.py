@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dsp.calls import Operand
+from dsp.comm.layout import Axis
 from dsp.core.carrier import Carrier
 from dsp.core.record import (
     Base,
@@ -25,14 +25,14 @@ from dsp.core.record import (
     Ref,
     replicated,
 )
+from dsp.core.torch_calls import Operand
 from dsp.core.watch import Watch
 from dsp.core.writes import fix_written
-from dsp.layout import Axis
-from dsp.methods import NOTHING_INSIDE
-from dsp.notation import BATCH_NAMES, TensorPattern
 from dsp.planner import MOVES
 from dsp.planner import Value as Extents
-from dsp.stages import Option, Stage, cut_for, fits_fold
+from dsp.stages.methods import NOTHING_INSIDE
+from dsp.stages.notation import BATCH_NAMES, TensorPattern
+from dsp.stages.stage import Option, Stage, cut_for, fits_fold
 
 
 class Rules(Protocol):

@@ -15,8 +15,10 @@ from torch.compiler import is_exporting
 from torch.distributed.tensor import DTensor
 
 import dsp.core.gradient_hooks  # noqa: F401 (hooks on carriers)
-from dsp.calls import GlueError
-from dsp.compile_off import CompileOff
+from dsp.comm.gradients import covered_exit, waited
+from dsp.comm.layout import Axis
+from dsp.comm.observers import RUNNING
+from dsp.comm.randomness import after_forks, drew, share, states, unshare
 from dsp.core.carrier import Carrier, arrive, first_carrier, plain
 from dsp.core.decide import Decision, decide
 from dsp.core.growth import due, grown
@@ -29,13 +31,14 @@ from dsp.core.record import Layout, Record
 from dsp.core.recording import PLAIN, RecordOptions, record_forward
 from dsp.core.run import Outside, Runner, Send, at_once
 from dsp.core.stage_calls import UNCHANGED, StageCall, keep_compiled
+from dsp.core.torch_calls import GlueError
 from dsp.core.unseen import refuse_functions
 from dsp.core.watch import watched
-from dsp.gradients import covered_exit, waited
-from dsp.layout import Axis
-from dsp.notation import NotationError, StagePattern
-from dsp.observers import RUNNING
-from dsp.private import (
+from dsp.stages.notation import NotationError, StagePattern
+from dsp.stages.signature import sizes_of_root
+from dsp.stages.stage import Stage
+from dsp.support.compile_off import CompileOff
+from dsp.support.private import (
     BELOW,
     AsyncCollectiveTensor,
     _DropoutNd,
@@ -44,11 +47,8 @@ from dsp.private import (
     maybe_current_level,
     pytree,
 )
-from dsp.randomness import after_forks, drew, share, states, unshare
-from dsp.signature import sizes_of_root
-from dsp.stages import Stage
-from dsp.tensors import map_tensors, tensors_in
-from dsp.world import Path, refuse_leaves, unpicklable
+from dsp.support.python_state import Path, refuse_leaves, unpicklable
+from dsp.support.tensors import map_tensors, tensors_in
 
 log = logging.getLogger("dsp")
 

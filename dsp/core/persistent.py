@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.comm.layout import Axis, cut_of
 from dsp.core.carrier import Carrier, carry
 from dsp.core.inputs import dtensor_part
 from dsp.core.record import Record, Ref
-from dsp.layout import Axis, cut_of
-from dsp.private import opened
-from dsp.world import Path, World, put_at, search, value_at
+from dsp.support.private import opened
+from dsp.support.python_state import Path, World, put_at, search, value_at
 
 
 def is_persistent(it: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dsp.private import fsdp_precision, pytree
+from dsp.support.private import fsdp_precision, pytree
 
 
 class Casts(Exception):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dsp.private import FakeTensor, OpOverload, pytree, schema_of
-from dsp.tensors import ByTensor, Memory, memory
+from dsp.support.private import FakeTensor, OpOverload, pytree, schema_of
+from dsp.support.tensors import ByTensor, Memory, memory
 
 UNKNOWN = object()  # in the place of a tensor of which nobody knows how it was made
 UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})

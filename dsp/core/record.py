@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dsp.calls import Operand
-from dsp.layout import Axis, Cut
-from dsp.methods import NOTHING_INSIDE, InsideCost
-from dsp.notation import BATCH_NAMES, TensorPattern
+from dsp.comm.layout import Axis, Cut
+from dsp.core.torch_calls import Operand
 from dsp.planner import Value
-from dsp.private import checkpoint_frame
-from dsp.stages import Option, Stage
-from dsp.tensors import memory
-from dsp.world import Path
+from dsp.stages.methods import NOTHING_INSIDE, InsideCost
+from dsp.stages.notation import BATCH_NAMES, TensorPattern
+from dsp.stages.stage import Option, Stage
+from dsp.support.private import checkpoint_frame
+from dsp.support.python_state import Path
+from dsp.support.tensors import memory
 
 Layout = Cut | None  # None: replicated
 MOST = 64  # the results that an operation may have, where nobody knows how many it has

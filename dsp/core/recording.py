@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dsp.calls import replaced, tensor_args
-from dsp.compile_off import CompileOff
+from dsp.comm.layout import Axis, Cut
 from dsp.core.backward import Gradients, Regions, edges_into, pack, unpack
 from dsp.core.carrier import LOCAL, Carrier, carry, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
+from dsp.core.functions import DENSE
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
 from dsp.core.keys import key_part, node_key
 from dsp.core.meter import NodeMeter
@@ -27,18 +27,18 @@ from dsp.core.reads import Reads
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
+from dsp.core.torch_calls import replaced, tensor_args
 from dsp.core.unseen import SeenOnly, covered, refuse_functions
 from dsp.core.watch import refuse, watched
 from dsp.core.writes import kin_of, written_operands
-from dsp.layout import Axis, Cut
-from dsp.lines import line_now
-from dsp.notation import NotationError, StagePattern
-from dsp.private import FLEX, any_device, compiled_callers, fake_tensor, forget_fakes, wraps_compiled
-from dsp.rules.functions import DENSE
-from dsp.signature import Bound, sizes_of_root
-from dsp.stages import Stage
-from dsp.tensors import Edge, constants_in, edge, map_tensors, memory, remade, tensors_in, version
-from dsp.world import Path, World
+from dsp.stages.notation import NotationError, StagePattern
+from dsp.stages.signature import Bound, sizes_of_root
+from dsp.stages.stage import Stage
+from dsp.support.compile_off import CompileOff
+from dsp.support.private import FLEX, any_device, compiled_callers, fake_tensor, forget_fakes, wraps_compiled
+from dsp.support.python_state import Path, World
+from dsp.support.source_lines import line_now
+from dsp.support.tensors import Edge, constants_in, edge, map_tensors, memory, remade, tensors_in, version
 
 
 class Recorder:

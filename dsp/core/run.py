@@ -15,14 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.calls import replaced, tensor_args
+from dsp.comm.gradients import waited
+from dsp.comm.layout import Axis, Cut
+from dsp.comm.moves import Part, switch_all
+from dsp.comm.observers import RUNNING
+from dsp.comm.randomness import drew, forked, forked_if_drawn, states
 from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, claim, one_for_each, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies, without_gradient
+from dsp.core.functions import DENSE
 from dsp.core.inputs import Inputs, refuse_meshes
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, floats_of, key_part, node_key
 from dsp.core.offers import Rules, stage_node
 from dsp.core.record import Layout, Node, Offer, Record, replicated
+from dsp.core.torch_calls import replaced, tensor_args
 from dsp.core.unplanned import Unplanned, runs_by_rule
 from dsp.core.unseen import covered, refuse_functions
 from dsp.core.watch import refuse
@@ -34,16 +40,10 @@ from dsp.core.writes import (
     relate,
     wrote,
 )
-from dsp.gradients import waited
-from dsp.layout import Axis, Cut
-from dsp.moves import Part, switch_all
-from dsp.notation import NotationError
-from dsp.observers import RUNNING
-from dsp.private import CONTEXT, backward_pass, saving_hooks
-from dsp.randomness import drew, forked, forked_if_drawn, states
-from dsp.rules.functions import DENSE
-from dsp.stages import Stage
-from dsp.tensors import as_dtensor, constants_in, map_tensors, tensors_in, version
+from dsp.stages.notation import NotationError
+from dsp.stages.stage import Stage
+from dsp.support.private import CONTEXT, backward_pass, saving_hooks
+from dsp.support.tensors import as_dtensor, constants_in, map_tensors, tensors_in, version
 
 UNCHANGED = nullcontext()
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dsp.calls import GlueError
 from dsp.core.reads import Reads
-from dsp.private import (
+from dsp.core.torch_calls import GlueError
+from dsp.support.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,

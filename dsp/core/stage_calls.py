@@ -13,8 +13,8 @@ from torch import nn
 from dsp.core.carrier import first_carrier
 from dsp.core.record import Record
 from dsp.core.watch import unwatched
-from dsp.private import compiled_call, set_compiled_call
-from dsp.stages import Stage
+from dsp.stages.stage import Stage
+from dsp.support.private import compiled_call, set_compiled_call
 
 UNCHANGED = nullcontext()
 

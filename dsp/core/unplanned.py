@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.calls import GlueError, replaced, tensor_args
+from dsp.comm.layout import Axis, Cut
 from dsp.core.carrier import Carrier
+from dsp.core.functions import DENSE
 from dsp.core.keys import Prepared
 from dsp.core.offers import Rules, operands_of, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, Ref, replicated
+from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.writes import kin_on_meta, on_meta, written_operands
-from dsp.layout import Axis, Cut
-from dsp.lines import line_now
-from dsp.rules.functions import DENSE
-from dsp.stages import Stage, cut_for
+from dsp.stages.stage import Stage, cut_for
+from dsp.support.source_lines import line_now
 
 
 class Unplanned:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.between import DIFFERENT
-from dsp.calls import GlueError
+from dsp.core.between import DIFFERENT
 from dsp.core.carrier import LOCAL, Carrier
-from dsp.lines import line_now
-from dsp.private import CONTEXT, TorchDispatchMode, function_of, functions_seen, schema_of
-from dsp.tensors import tensors_in
+from dsp.core.torch_calls import GlueError
+from dsp.support.private import CONTEXT, TorchDispatchMode, function_of, functions_seen, schema_of
+from dsp.support.source_lines import line_now
+from dsp.support.tensors import tensors_in
 
 IN_STAGE = "Put it into a module of its own, and name that in stages, as 'layers.*.{name}': \"b t [s c]\""
 UNSEEN = (

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from dsp.between import unrunnable, without_data_of
-from dsp.calls import NUMBERS, by_position, tensor_args
+from dsp.core.between import unrunnable, without_data_of
 from dsp.core.carrier import Carrier
 from dsp.core.record import Record
-from dsp.private import (
+from dsp.core.torch_calls import NUMBERS, by_position, tensor_args
+from dsp.core.torch_traits import UNRUNNABLE, Traits, traits
+from dsp.support.private import (
     OpOverload,
     Recompute,
     _get_current_function_mode,
@@ -29,7 +30,6 @@ from dsp.private import (
     maybe_current_level,
     saving_hooks,
 )
-from dsp.traits import UNRUNNABLE, Traits, traits
 
 
 class Watch(TorchFunctionMode):

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.calls import GlueError, replaced, tensor_args
+from dsp.comm.gradients import global_stride
+from dsp.comm.layout import Axis
 from dsp.core.carrier import Carrier, base_of, carry, copies_of, link, plain
+from dsp.core.functions import ALIASES, DENSE, FOLDS
 from dsp.core.record import Layout, Node, Offer, Record, Ref
+from dsp.core.torch_calls import GlueError, replaced, tensor_args
+from dsp.core.torch_traits import written
 from dsp.core.unseen import refuse_functions
-from dsp.gradients import global_stride
-from dsp.layout import Axis
-from dsp.lines import line_now
-from dsp.rules.functions import ALIASES, DENSE, FOLDS
-from dsp.tensors import memory, overlap, tensors_in, version
-from dsp.traits import written
+from dsp.support.source_lines import line_now
+from dsp.support.tensors import memory, overlap, tensors_in, version
 
 MISSED = (
     "{who} wrote in place into a copy of a tensor. The copy was made when that tensor, or one that shares its "

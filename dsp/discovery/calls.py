@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from dsp.comm.layout import Cut
 from dsp.core.record import Ref
 from dsp.discovery.dims import Axes, Dim, GlueOp, atoms, places
-from dsp.layout import Cut
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The identity of dims: follow the dims of a model's inputs through its forward, by the rules of glue.
 
-Every axis of a followed tensor is a fold of dims. The rules of `dsp.rules` say where a sharded dim is after an
+Every axis of a followed tensor is a fold of dims. The rules of `dsp.glue.rules` say where a sharded dim is after an
 operation, so they can follow any dim. If an operation loses a dim, a new one is born in its place. Two dims turn out to
 be the same when they meet (two tensors are added), and a dim turns out to be a fold when a reshape splits it. So a
 `Dim` is a node of a union-find, whose leaves are the dims as far as they are known.
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsp.comm.layout import Cut
 from dsp.core.record import Node, Ref
 from dsp.glue.local import frame_of
-from dsp.layout import Cut
-from dsp.rules import RULES, Outcome
+from dsp.glue.rules import RULES, Outcome
 
 MANY = 64  # elements of a dim, up to which a rule is tried with one element per rank
 

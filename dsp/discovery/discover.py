@@ -4,8 +4,8 @@
    contain them (`dsp.discovery.recording`).
 2. Passes over the record follow every dim of the inputs, by the rules that will run on shards (`dsp.discovery.dims`).
    So it is known which dims of a submodule's tensors are the same, and which are folds.
-3. Each submodule is called again on slices of its own inputs (`dsp.slices`), to find the dims, and the tensors to slice
-   together, for which f(slice) is the slice of f. Its outputs carry these dims on (`dsp.discovery.search`).
+3. Each submodule is called again on slices of its own inputs (`dsp.verify.slices`), to find the dims, and the tensors
+   to slice together, for which f(slice) is the slice of f. Its outputs carry these dims on (`dsp.discovery.search`).
 4. Reshapes show folds, and dims that meet are the same; passes are repeated until they show nothing new.
 5. Top-down, the largest submodules that leave a dim free become stages. Submodules that act on each position
    separately, by operations that glue can run, stay glue (`dsp.discovery.choice`, `patterns`).
@@ -23,24 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsp import randomness
-from dsp.calls import GlueError
-from dsp.collectives import inexact
+from dsp.comm import randomness
+from dsp.comm.collectives import inexact
+from dsp.comm.layout import Cut
 from dsp.core.skeleton import Skeleton
+from dsp.core.torch_calls import GlueError
 from dsp.discovery.calls import ModuleCall
 from dsp.discovery.patterns import Patterns
 from dsp.discovery.repeats import Repeats
 from dsp.discovery.search import Search
 from dsp.discovery.shapes import Shapes
-from dsp.known import stages_of
-from dsp.layout import Cut
-from dsp.notation import NotationError
-from dsp.private import FakeTensorMode, fake_tensor, pytree
 from dsp.report.plan import UNKNOWN, Goal, place_of, plan_stages
-from dsp.slices import Probe, call_part, copies
-from dsp.tensors import remade, tensors_in
-from dsp.text import Moving, number_of
-from dsp.world import World
+from dsp.stages.known import stages_of
+from dsp.stages.notation import NotationError
+from dsp.support.formatting import Moving, number_of
+from dsp.support.private import FakeTensorMode, fake_tensor, pytree
+from dsp.support.python_state import World
+from dsp.support.tensors import remade, tensors_in
+from dsp.verify.slices import Probe, call_part, copies
 
 log = logging.getLogger("dsp")
 

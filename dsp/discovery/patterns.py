@@ -12,8 +12,8 @@ from dsp.discovery.calls import ModuleCall, known
 from dsp.discovery.choice import StageChoice
 from dsp.discovery.dims import Dim
 from dsp.discovery.folds import Chain, Row
-from dsp.notation import TensorPattern
-from dsp.stages import matches
+from dsp.stages.notation import TensorPattern
+from dsp.stages.stage import matches
 
 CHANNELS = "cdkefgmnopq"
 LENGTHS = "lmnkopqefgd"

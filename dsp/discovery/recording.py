@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsp.between import Between
-from dsp.calls import replaced, tensor_args
+from dsp.core.between import Between
 from dsp.core.record import Node, Operation, Ref
+from dsp.core.torch_calls import replaced, tensor_args
+from dsp.core.torch_traits import Traits, traits
 from dsp.discovery.calls import ModuleCall
-from dsp.signature import Signature
-from dsp.slices import copied
-from dsp.tensors import ByTensor, tensors_in
-from dsp.traits import Traits, traits
+from dsp.stages.signature import Signature
+from dsp.support.tensors import ByTensor, tensors_in
+from dsp.verify.slices import copied
 
 
 class Recording(Between):

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from dsp.core.equal_modules import fingerprint
 from dsp.discovery.calls import ModuleCall, known
-from dsp.private import pytree
-from dsp.slices import copied
-from dsp.stages import clean
-from dsp.tensors import tensors_in
-from dsp.text import number_of
+from dsp.stages.stage import clean
+from dsp.support.formatting import number_of
+from dsp.support.private import pytree
+from dsp.support.tensors import tensors_in
+from dsp.verify.slices import copied
 
 KEPT = 2
 

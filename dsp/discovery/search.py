@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsp import randomness
+from dsp.comm import randomness
+from dsp.comm.layout import Cut
 from dsp.core.equal_modules import fingerprint
 from dsp.core.inputs import described
 from dsp.core.record import Ref
@@ -19,13 +20,12 @@ from dsp.discovery.calls import Group, ModuleCall, acts_locally, dim_at, known, 
 from dsp.discovery.dims import Dim, Dims, Follower, atoms, places
 from dsp.discovery.recording import record_of
 from dsp.discovery.repeats import Repeats, runs
-from dsp.layout import Cut
-from dsp.notation import StagePattern
-from dsp.signature import Signature
-from dsp.slices import Probe, divisors, keeping_buffers
-from dsp.stages import clean
-from dsp.tensors import remade, tensors_in
-from dsp.text import number_of
+from dsp.stages.notation import StagePattern
+from dsp.stages.signature import Signature
+from dsp.stages.stage import clean
+from dsp.support.formatting import number_of
+from dsp.support.tensors import remade, tensors_in
+from dsp.verify.slices import Probe, divisors, keeping_buffers
 
 log = logging.getLogger("dsp")
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dsp.calls import replaced
+from dsp.comm.layout import Cut
 from dsp.core.record import Node, Operation, Ref
+from dsp.core.torch_calls import replaced
 from dsp.discovery.dims import outcome_of, ranks_for
 from dsp.discovery.recording import Recording
-from dsp.layout import Cut
-from dsp.rules import Outcome
-from dsp.slices import Probe, call_part, copied
+from dsp.glue.rules import Outcome
+from dsp.verify.slices import Probe, call_part, copied
 
 Cuts = Sequence[Cut | None]
 

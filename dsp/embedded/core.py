@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsp.comm.layout import Axis
 from dsp.embedded.grid import Grid
 from dsp.embedded.place import PLACE, placed
-from dsp.layout import Axis
-from dsp.methods import CommBytes, RankPart
-from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
-from dsp.private import Recompute, backward_pass, checkpoint_frame
-from dsp.stages import Stage
+from dsp.stages.methods import CommBytes, RankPart
+from dsp.stages.notation import NotationError
+from dsp.stages.stage import Stage
+from dsp.support.private import Recompute, backward_pass, checkpoint_frame
 
 
 def place_of_call() -> RankPart | None:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.layout import Cut, factor
-from dsp.methods import CommBytes, Peers, RankPart, Received
-from dsp.notation import BATCH_NAMES, NotationError, TensorPattern
+from dsp.comm.layout import Cut, factor
 from dsp.planner import chunk_sizes
-from dsp.stages import Stage, cut_for
+from dsp.stages.methods import CommBytes, Peers, RankPart, Received
+from dsp.stages.notation import BATCH_NAMES, NotationError, TensorPattern
+from dsp.stages.stage import Stage, cut_for
 
 
 @cache

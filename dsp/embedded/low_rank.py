@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsp.comm.exchange import ranks
 from dsp.embedded.core import AttentionCore
-from dsp.exchange import ranks
-from dsp.methods import CommBytes, Peers, RankPart
+from dsp.stages.methods import CommBytes, Peers, RankPart
 
 
 def low_rank_attention(q: Tensor, k: Tensor, v: Tensor, core: Any, size: int, group: str) -> Tensor:

@@ -12,6 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from dsp.comm.hardware import Hardware
+from dsp.comm.layout import Axis, cuts_of
+from dsp.comm.routes import Route
+from dsp.comm.wire import SAME, Wire
 from dsp.embedded.core import AttentionCore, Distributed
 from dsp.embedded.grid import Grid
 from dsp.embedded.place import PlacedStage
@@ -19,18 +23,14 @@ from dsp.embedded.ring import Ring
 from dsp.embedded.tensor import Region, find_regions
 from dsp.embedded.ulysses import Ulysses
 from dsp.guard.agreement import agree
-from dsp.hardware import Hardware
-from dsp.known import stages_of
-from dsp.layout import Axis, cuts_of
-from dsp.notation import NotationError, StagePattern
 from dsp.overlap.options import kind_of, overlap_of, refuse_overlap
 from dsp.parallel import install
 from dsp.report.plan import Goal, plan_stages
 from dsp.report.table import Plan
-from dsp.routes import Route
-from dsp.signature import Signature
-from dsp.stages import Stage, find_stages
-from dsp.wire import SAME, Wire
+from dsp.stages.known import stages_of
+from dsp.stages.notation import NotationError, StagePattern
+from dsp.stages.signature import Signature
+from dsp.stages.stage import Stage, find_stages
 
 Prepared = tuple[list[Stage], StagePattern | None]
 

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsp.comm.exchange import ranks
+from dsp.comm.messages import messages
 from dsp.embedded.blocks import block, block_backward, merge
-from dsp.exchange import ranks
-from dsp.messages import messages
-from dsp.private import _resolve_process_group
+from dsp.support.private import _resolve_process_group
 
 
 class Hop:

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from dsp.calls import GlueError
+from dsp.comm.layout import Axis
 from dsp.core.carrier import Carrier, first_carrier
 from dsp.core.record import Layout
 from dsp.core.run import with_dummy
+from dsp.core.torch_calls import GlueError
 from dsp.core.writes import INTO_PART
-from dsp.layout import Axis
-from dsp.methods import Peers, RankPart, Received
-from dsp.stages import Option, Stage
-from dsp.tensors import map_tensors, tensors_in, version
+from dsp.stages.methods import Peers, RankPart, Received
+from dsp.stages.stage import Option, Stage
+from dsp.support.tensors import map_tensors, tensors_in, version
 
 INTO_COPY = (
     "{who} writes in place into its argument {param!r}, of which its method passed it a copy in another layout: the "

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsp.comm.exchange import ranks
+from dsp.comm.traffic_formulas import counts
 from dsp.embedded import pairs
 from dsp.embedded.blocks import block, block_backward, merge
 from dsp.embedded.core import AttentionCore
 from dsp.embedded.low_rank import LowRank
 from dsp.embedded.pairs import Hop
-from dsp.exchange import ranks
-from dsp.methods import CommBytes, Peers, RankPart
-from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
-from dsp.sent import counts
-from dsp.stages import Stage
+from dsp.stages.methods import CommBytes, Peers, RankPart
+from dsp.stages.notation import NotationError
+from dsp.stages.stage import Stage
 
 _lib = torch.library.Library("dsp", "FRAGMENT")
 _lib.define(

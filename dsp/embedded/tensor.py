@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from dsp.comm.layout import Axis
+from dsp.comm.moves import ScaleGradient
 from dsp.embedded.core import Distributed
-from dsp.layout import Axis
-from dsp.methods import CommBytes, RankPart, Sent
-from dsp.moves import ScaleGradient
-from dsp.notation import NotationError, TensorPattern
 from dsp.planner import chunk_sizes
-from dsp.stages import find_modules
+from dsp.stages.methods import CommBytes, RankPart, Sent
+from dsp.stages.notation import NotationError, TensorPattern
+from dsp.stages.stage import find_modules
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from dsp.comm.hardware import Estimate, Hardware, all_reduced, clock, fully_sharded
 from dsp.embedded.method import METHODS
-from dsp.hardware import Estimate, Hardware, all_reduced, clock, fully_sharded
 from dsp.report.table import Plan
-from dsp.text import aligned, human, number_of
+from dsp.support.formatting import aligned, human, number_of
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsp.comm.exchange import ranks
 from dsp.embedded.core import AttentionCore
-from dsp.exchange import ranks
-from dsp.methods import CommBytes, Peers, RankPart
-from dsp.notation import NotationError
 from dsp.planner import chunk_sizes
+from dsp.stages.methods import CommBytes, Peers, RankPart
+from dsp.stages.notation import NotationError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

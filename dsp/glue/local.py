@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.calls import Operand, replaced, without_operands
-from dsp.collectives import summed_in
+from dsp.comm.balanced_rows import collect_rows, deal_rows
+from dsp.comm.collectives import summed_in
+from dsp.comm.halo import read_rows
+from dsp.comm.layout import Axis
+from dsp.comm.randomness import forked
+from dsp.core.functions import draws
 from dsp.core.record import Layout, Node, Operation
-from dsp.deal import collect_rows, deal_rows
-from dsp.layout import Axis
-from dsp.randomness import forked
-from dsp.rows import read_rows
-from dsp.rules import Frame, Outcome
-from dsp.rules.functions import draws
-from dsp.tensors import map_tensors, tensors_in
+from dsp.core.torch_calls import Operand, replaced, without_operands
+from dsp.glue.rules import Frame, Outcome
+from dsp.support.tensors import map_tensors, tensors_in
 
 
 def frame_of(node: Node, cuts: Any, n: int, apart: bool = False) -> Frame:

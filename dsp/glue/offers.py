@@ -1,7 +1,7 @@
 """Rules as offers: the combinations of layouts in which an operation between stages can run on parts.
 
-A rule (`dsp.rules`) says what an operation does to a sharded dim. Each outcome of a rule becomes an offer that runs
-itself (`dsp.glue.local`), so the planner and the run know nothing of rules.
+A rule (`dsp.glue.rules`) says what an operation does to a sharded dim. Each outcome of a rule becomes an offer that
+runs itself (`dsp.glue.local`), so the planner and the run know nothing of rules.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.calls import GlueError, replaced
+from dsp.comm.layout import Axis, Cut
+from dsp.core.functions import PRODUCTS, draws
 from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
+from dsp.core.torch_calls import GlueError, replaced
 from dsp.glue.local import LocalRule, frame_of
+from dsp.glue.rules import Frame, Outcome
 from dsp.glue.sources import SourceWatch, source_offers
 from dsp.glue.traffic import inner_collectives
-from dsp.layout import Axis, Cut
-from dsp.rules import Frame, Outcome
-from dsp.rules.functions import PRODUCTS, draws
 
 log = logging.getLogger("dsp")
 
@@ -36,7 +36,7 @@ COMBINATIONS = 256  # of layouts to try; if there are more, only those in which 
 
 
 class ShardingRules:
-    """The rules of `dsp.rules` as the core asks for them."""
+    """The rules of `dsp.glue.rules` as the core asks for them."""
 
     def of(self, record: Record, node: Node) -> list[Offer]:
         if not node.bases:

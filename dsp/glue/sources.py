@@ -11,19 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
-from dsp.calls import Operand, replaced, without_operands
+from dsp.comm.layout import Axis, Cut
+from dsp.core.functions import PRODUCTS
 from dsp.core.keys import node_key
 from dsp.core.offers import operands_of
 from dsp.core.record import Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.recording import Recorder
+from dsp.core.torch_calls import Operand, replaced, without_operands
+from dsp.core.torch_traits import FILLED, SOURCES, grows
 from dsp.core.watch import Watch
 from dsp.glue.local import LocalRule, frame_of
-from dsp.layout import Axis, Cut
-from dsp.private import checkpoint_frame
-from dsp.rules import Frame, localize_source, source_cuts
-from dsp.rules.functions import PRODUCTS
-from dsp.tensors import memory
-from dsp.traits import FILLED, SOURCES, grows
+from dsp.glue.rules import Frame, localize_source, source_cuts
+from dsp.support.private import checkpoint_frame
+from dsp.support.tensors import memory
 
 
 class SourceWatch(Watch):

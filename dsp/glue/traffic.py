@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dsp.collectives import summed_in
+from dsp.comm.collectives import summed_in
+from dsp.comm.layout import Cut
 from dsp.core.record import InnerCollective, InnerPart, Node
-from dsp.layout import Cut
-from dsp.rules import DealtRows, Outcome
+from dsp.glue.rules import DealtRows, Outcome
 
 
 def inner_collectives(node: Node, needs: Any, outcome: Outcome, n: int) -> tuple[InnerCollective, ...]:

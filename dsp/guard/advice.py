@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from dsp.core.observed import Events, ModelCall, Observed
 from dsp.core.record import Node, Record
-from dsp.notation import BATCH_NAMES
 from dsp.planner import chunk_sizes
 from dsp.report.idle import idle_ranks
 from dsp.report.plan import Goal, plan_stages
+from dsp.stages.notation import BATCH_NAMES
 
 log = logging.getLogger("dsp")
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsp.comm.layout import Axis
 from dsp.core.observed import ModelCall
 from dsp.core.record import Node, Record
-from dsp.layout import Axis
-from dsp.private import all_gather, indices_of, pytree, values_of
+from dsp.support.private import all_gather, indices_of, pytree, values_of
 
 SLOTS = 15  # checksums of input tensors; the last slot combines all further tensors
 ROW = SLOTS + 2  # numbers that a rank sends: the signature's hash, the inputs' checksums, the weights' checksum or 0

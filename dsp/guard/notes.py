@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 from torch import nn
 
-from dsp.calls import GlueError
+from dsp.comm.layout import Axis, Cut
+from dsp.comm.observers import RUNNING
 from dsp.core.carrier import Carrier
 from dsp.core.observed import Events, Observed
 from dsp.core.record import BoundStage
 from dsp.core.run import InStage
-from dsp.layout import Axis, Cut
-from dsp.lines import Line, lines_of
-from dsp.notation import NotationError, TensorPattern
-from dsp.observers import RUNNING
-from dsp.private import COMPILERS_OWN
-from dsp.signature import Slot
-from dsp.stages import Stage
-from dsp.tensors import tensors_in
+from dsp.core.torch_calls import GlueError
+from dsp.stages.notation import NotationError, TensorPattern
+from dsp.stages.signature import Slot
+from dsp.stages.stage import Stage
+from dsp.support.private import COMPILERS_OWN
+from dsp.support.source_lines import Line, lines_of
+from dsp.support.tensors import tensors_in
 
 MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # errors of a stage that gets unexpected shapes
 COMPILE = (
@@ -98,9 +98,8 @@ def add_note(model: nn.Module, error: Exception) -> None:
     way = f"if {path!r} is named in stages" if path else "in a submodule that is named in stages"
     error.add_note(
         f"dsp: at {lines[at].short}, in {module}, {sharded} is sharded: a {Carrier.__module__}.{Carrier.__qualname__}, "
-        "a torch.Tensor with the shape of the whole, of which each rank holds a part. Code that asks for the exact type, "
-        "or for memory, may stumble over it. Inside a stage tensors are plain, so the code works "
-        f"{way}"
+        "a torch.Tensor with the shape of the whole, of which each rank holds a part. Code that asks for the exact "
+        f"type, or for memory, may stumble over it. Inside a stage tensors are plain, so the code works {way}"
     )
 
 

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dsp.comm.layout import Axis
+from dsp.comm.node_routes import STRAIGHT
+from dsp.comm.observers import OBSERVER, RUNNING, Observer
+from dsp.comm.traffic_formulas import COLLECTIVES
 from dsp.core.observed import Events, ModelCall
 from dsp.core.record import Node, Record
 from dsp.core.run import InStage
-from dsp.layout import Axis
-from dsp.legs import STRAIGHT
-from dsp.observers import OBSERVER, RUNNING, Observer
-from dsp.private import after_backward, backward_pass
 from dsp.report.legs import routed
 from dsp.report.traffic import planned_transfers
-from dsp.sent import COLLECTIVES
-from dsp.tensors import tensors_in
-from dsp.text import human
+from dsp.support.formatting import human
+from dsp.support.private import after_backward, backward_pass
+from dsp.support.tensors import tensors_in
 
 log = logging.getLogger("dsp")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dsp.comm.layout import Axis
+from dsp.comm.moves import Part, switch_all
+from dsp.comm.pending import ahead
 from dsp.core.record import Record
-from dsp.layout import Axis
-from dsp.moves import Part, switch_all
-from dsp.pending import ahead
-from dsp.private import _get_current_dispatch_mode, saving_hooks
-from dsp.tensors import memory
+from dsp.support.private import _get_current_dispatch_mode, saving_hooks
+from dsp.support.tensors import memory
 
 
 def send_ahead(record: Record, parts: list[Part], axis: Axis) -> list[Tensor]:

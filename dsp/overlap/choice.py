@@ -13,18 +13,18 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dsp.comm.hardware import Hardware
+from dsp.comm.wire import Wire
 from dsp.core.decide import Decision
 from dsp.core.meter import forwards
 from dsp.core.record import BoundStage, InnerCollective, InnerPart, Node, Offer, Record, Ref, Relayout
 from dsp.core.stage_calls import StageCall
-from dsp.hardware import Hardware
 from dsp.overlap.hidden import Overlapped, Phase
 from dsp.overlap.options import MOST, Overlap
 from dsp.overlap.pieces import InPieces
 from dsp.planner import MOVES, Layout, Move, Value, chunk_sizes, piece_sizes
-from dsp.private import compiled_call, fsdp_precision
-from dsp.stages import Option
-from dsp.wire import Wire
+from dsp.stages.stage import Option
+from dsp.support.private import compiled_call, fsdp_precision
 
 LEAST = 0.05  # the share of the time of a stage and its switches that pieces have to save
 NOBODY = "no stage makes what is switched, nor is its only reader"

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsp.exchange import SwitchPlan, alone, order_of, packed, place, ranks, switch_plan_of_parts, wait
-from dsp.formats import Format
-from dsp.observers import run_observed, save_observer
+from dsp.comm.exchange import SwitchPlan, alone, order_of, packed, place, ranks, switch_plan_of_parts, wait
+from dsp.comm.formats import Format
+from dsp.comm.observers import run_observed, save_observer
+from dsp.comm.wire import format_of
 from dsp.planner import chunk_sizes, piece_sizes
-from dsp.wire import format_of
 
 
 class UnderWay(NamedTuple):

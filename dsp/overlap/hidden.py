@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsp.hardware import Hardware, Link
+from dsp.comm.hardware import Hardware, Link
 
 EXCHANGE = 40  # operations that take as long as an exchange of an empty piece: 0.5 ms of a CPU
 

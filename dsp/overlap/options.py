@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dsp.hardware import Hardware, measured
+from dsp.comm.hardware import Hardware, measured
 
 AUTO = "auto"
 MOST = 4  # pieces; with more, latency grows and hardly more is hidden

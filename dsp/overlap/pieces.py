@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsp.calls import GlueError
+from dsp.comm.exchange import dense, order_of
+from dsp.comm.gradients import waited
+from dsp.comm.layout import Axis, Cut
+from dsp.comm.observers import RUNNING
 from dsp.core.record import BoundStage, Node, Offer
 from dsp.core.run import refuse_shape, with_dummy
-from dsp.exchange import dense, order_of
-from dsp.gradients import waited
-from dsp.layout import Axis, Cut
-from dsp.observers import RUNNING
+from dsp.core.torch_calls import GlueError
 from dsp.overlap.chunked import ChunkedSwitch
 from dsp.planner import piece_sizes
-from dsp.private import backward_pass
-from dsp.stages import Stage
-from dsp.tensors import map_tensors, tensors_in, version
+from dsp.stages.stage import Stage
+from dsp.support.private import backward_pass
+from dsp.support.tensors import map_tensors, tensors_in, version
 
 WRITES = (
     "{who} writes in place into what it was given, which it did not when it was planned: pieces of that may be copies. "

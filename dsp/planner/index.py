@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from dsp.planner.problem import Choice, Copies, Infeasible, Layout, Move, Op, Problem, Solution, Value, kind_of, price
-from dsp.text import human
+from dsp.support.formatting import human
 
 
 def cost_of(nbytes: int, calls: int, rank: int = 0) -> int:

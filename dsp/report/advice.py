@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dsp.calls import GlueError, Operand
 from dsp.core.record import Node, Operation, Record, Ref
+from dsp.core.torch_calls import GlueError, Operand
 from dsp.glue.local import frame_of
-from dsp.notation import BATCH_NAMES, StagePattern, TensorPattern, parse
 from dsp.report.table import Plan
-from dsp.text import generic
+from dsp.stages.notation import BATCH_NAMES, StagePattern, TensorPattern, parse
+from dsp.support.formatting import generic
 
 log = logging.getLogger("dsp")
 

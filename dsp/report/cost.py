@@ -12,13 +12,13 @@ from typing import NamedTuple
 from dsp.core.decide import Decision
 from dsp.core.meter import forwards
 from dsp.core.record import BoundStage, Node, Record
-from dsp.notation import BATCH_NAMES
+from dsp.glue.rules.sources import EXPANDED
 from dsp.planner import Choice, Layout, Move, Op, chunk_sizes
 from dsp.report.names import Names
 from dsp.report.table import StageRow, Switch, Whole
-from dsp.rules.sources import EXPANDED
-from dsp.stages import Option, Stage
-from dsp.text import generic
+from dsp.stages.notation import BATCH_NAMES
+from dsp.stages.stage import Option, Stage
+from dsp.support.formatting import generic
 
 
 class PlanStep(NamedTuple):

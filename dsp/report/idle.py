@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dsp.text import generic
+from dsp.support.formatting import generic
 
 
 def idle_ranks(size: int, stages: Iterable[tuple[str, str | None, int]], least: float = 0) -> list[str]:

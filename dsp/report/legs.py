@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from dsp.comm.node_routes import DIRECT, Ways
+from dsp.comm.wire import Wire
 from dsp.core.record import Record
-from dsp.legs import DIRECT, Ways
 from dsp.planner import dealt
 from dsp.report.traffic import Transfer, value_of
-from dsp.wire import Wire
 
 
 class Routed(NamedTuple):

@@ -20,10 +20,10 @@ from dsp.core.carrier import LOCAL, Carrier
 from dsp.core.meter import Meter, visible
 from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
-from dsp.lines import line_now
-from dsp.methods import NOTHING_INSIDE, InsideCost, StageMethod
-from dsp.private import FakeTensor, checkpoint_frame, compiled_callers, storage_id
-from dsp.stages import clean
+from dsp.stages.methods import NOTHING_INSIDE, InsideCost, StageMethod
+from dsp.stages.stage import clean
+from dsp.support.private import FakeTensor, checkpoint_frame, compiled_callers, storage_id
+from dsp.support.source_lines import line_now
 
 
 class Plain(NamedTuple):

@@ -12,15 +12,15 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, count, takewhile
 from operator import mul
 
+from dsp.comm.layout import Cut
 from dsp.core.decide import base_layouts
 from dsp.core.offers import result_sizes
 from dsp.core.record import Base, BoundStage, Layout, Node, Operation, Record, Ref
 from dsp.glue.offers import JOINS
-from dsp.layout import Cut
-from dsp.notation import BATCH_NAMES, TensorPattern
 from dsp.planner import Extent
-from dsp.stages import cut_for
-from dsp.text import DIGITS
+from dsp.stages.notation import BATCH_NAMES, TensorPattern
+from dsp.stages.stage import cut_for
+from dsp.support.formatting import DIGITS
 
 
 class Names:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from dsp.text import human
+from dsp.support.formatting import human
 
 COLOURS = ("#3b82f6", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#4d7c0f")
 WHOLE = "#6b7280"

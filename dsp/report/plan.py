@@ -12,23 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
-from dsp.calls import GlueError
+from dsp.comm.hardware import Hardware
+from dsp.comm.layout import Cut, cuts_of
+from dsp.comm.node_routes import STRAIGHT, Ways
+from dsp.comm.routes import Route
+from dsp.comm.wire import AS_IT_IS, SAME, Wire, permitted
 from dsp.core.decide import Decision, decide
 from dsp.core.inputs import signature_of
 from dsp.core.offers import lay_out
 from dsp.core.record import Layout, Record
 from dsp.core.recording import RecordOptions, record_forward
+from dsp.core.torch_calls import GlueError
+from dsp.core.torch_traits import op_name
 from dsp.glue.offers import ShardingRules
-from dsp.hardware import Hardware
-from dsp.known import stages_of
-from dsp.layout import Cut, cuts_of
-from dsp.legs import STRAIGHT, Ways
-from dsp.lines import lines_of
-from dsp.notation import NotationError, StagePattern
 from dsp.overlap.choice import Overlaps
 from dsp.overlap.options import Overlap, overlap_of
 from dsp.planner import Move
-from dsp.private import DataDependentOutputException, DynamicOutputShapeException, wraps_compiled
 from dsp.report.advice import remedy
 from dsp.report.cost import Loads, TableRows
 from dsp.report.legs import Routed, packed, routed, sent_over_links
@@ -37,12 +36,13 @@ from dsp.report.names import Names
 from dsp.report.quickest import shortest
 from dsp.report.table import Plan
 from dsp.report.traffic import PHASES, Transfer, planned_transfers
-from dsp.routes import Route
-from dsp.stages import Stage, clean
-from dsp.tensors import tensors_in
-from dsp.text import Moving
-from dsp.traits import op_name
-from dsp.wire import AS_IT_IS, SAME, Wire, permitted
+from dsp.stages.known import stages_of
+from dsp.stages.notation import NotationError, StagePattern
+from dsp.stages.stage import Stage, clean
+from dsp.support.formatting import Moving
+from dsp.support.private import DataDependentOutputException, DynamicOutputShapeException, wraps_compiled
+from dsp.support.source_lines import lines_of
+from dsp.support.tensors import tensors_in
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # in errors of numpy(), format() and pickle

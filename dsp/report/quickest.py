@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsp.wire import Wire
+from dsp.comm.wire import Wire
 
 WORTH = 0.03  # the share of a step that fewer bits have to save
 

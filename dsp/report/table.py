@@ -9,17 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dsp.hardware import Estimate, Exchange, Hardware, clock
-from dsp.layout import Cut
-from dsp.legs import BETWEEN, DIRECT, STRAIGHT, WITHIN, Ways
-from dsp.methods import Sent, add_sent
-from dsp.notation import BATCH_NAMES
+from dsp.comm.hardware import Estimate, Exchange, Hardware, clock
+from dsp.comm.layout import Cut
+from dsp.comm.node_routes import BETWEEN, DIRECT, STRAIGHT, WITHIN, Ways
+from dsp.comm.wire import AS_IT_IS, Wire
 from dsp.overlap.hidden import Overlapped
 from dsp.planner import Layout, Problem
 from dsp.report.idle import idle_ranks
 from dsp.report.picture import ribbon
-from dsp.text import generic, human, number_of
-from dsp.wire import AS_IT_IS, Wire
+from dsp.stages.methods import Sent, add_sent
+from dsp.stages.notation import BATCH_NAMES
+from dsp.support.formatting import generic, human, number_of
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class Plan:
     ) -> Estimate:
         """Seconds of a step of so many such batches on some hardware.
 
-        weights: the collectives of data parallelism (`dsp.hardware.all_reduced`, `fully_sharded`). With `overlap` they
-        run beside computation, as long as that lasts; else after it.
+        weights: the collectives of data parallelism (`dsp.comm.hardware.all_reduced`, `fully_sharded`). With `overlap`
+        they run beside computation, as long as that lasts; else after it.
         """
         compute, alone = (
             batches * hardware.computing(flops, touched)

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsp.collectives import added_in
+from dsp.comm.collectives import added_in
+from dsp.comm.layout import separable
 from dsp.core.decide import extents
 from dsp.core.record import Base, InnerCollective, InnerPart, Layout, Node, Offer, Record, Ref, Relayout, replicated
-from dsp.layout import separable
-from dsp.methods import Sent, add_sent
 from dsp.planner import MOVES, fuses
 from dsp.planner import Value as Extents
 from dsp.planner.problem import kind_of
+from dsp.stages.methods import Sent, add_sent
 
 PHASES = ("forward", "backward", "recompute")
 

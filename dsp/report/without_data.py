@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dsp.core.equal_modules import alike, once
-from dsp.private import FakeTensorMode, any_device, fake_tensor
-from dsp.tensors import remade
+from dsp.support.private import FakeTensorMode, any_device, fake_tensor
+from dsp.support.tensors import remade
 
 Ran = Callable[[list[Tensor], list[Tensor]], Any]
 Repeated = Callable[[Any, list[Tensor], list[Tensor]], None]

@@ -59,7 +59,7 @@ def test_it_trains_on_two_ranks_as_a_user_starts_it(folder, what):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for n in (1, 2):
         arguments = [f"{what}.yaml", f"name={n}", "log.every=1", "eval.every=2"]
-        start = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", str(n)]
+        start = [sys.executable, "-m", "dsp.cluster.launch", "--nproc-per-node", str(n)]
         command = [*start, str(ROOT / "train.py"), *arguments]
         done = launched(command, cwd=folder, env=env)
         assert not done.returncode, done.stderr
@@ -86,7 +86,7 @@ def test_a_check_needs_ranks_and_stages(trainer, folder, capsys):
 def test_a_model_is_checked(folder, wrong):
     if wrong:
         (folder / "convtime.py").write_text(MODEL.replace('"time": "b [t] s [c]', '"time": "b t s [c]'))
-    start = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "2" if wrong else "3"]
+    start = [sys.executable, "-m", "dsp.cluster.launch", "--nproc-per-node", "2" if wrong else "3"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = launched([*start, str(ROOT / "train.py"), "model.yaml", "check=true"], cwd=folder, env=env)
     if wrong:

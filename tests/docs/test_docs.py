@@ -152,7 +152,7 @@ def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, page: Path, code: str, n:
     assert n or "mesh" not in code
     if "import deepspeed" in code:
         pytest.importorskip("deepspeed")
-    launch = ["-m", "dsp.launch", "--nproc-per-node", str(n)] if n else []
+    launch = ["-m", "dsp.cluster.launch", "--nproc-per-node", str(n)] if n else []
     printed = started(ROOT if '"tests/' in code else tmp_path, *launch, str(tmp_path / "page.py"))
     assert "NOT OK" not in printed
     if f"```py\n{code}" in page.read_text():
@@ -162,7 +162,7 @@ def test_a_page_runs_as_a_user_runs_it(tmp_path: Path, page: Path, code: str, n:
 @pytest.mark.slow
 def test_the_readme_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text("".join(block.text for block in python(README)))
-    printed = started(tmp_path, "-m", "dsp.launch", "--nproc-per-node", "4", str(tmp_path / "page.py"))
+    printed = started(tmp_path, "-m", "dsp.cluster.launch", "--nproc-per-node", "4", str(tmp_path / "page.py"))
     assert printed.count("check over 4 ranks in float64: ok") == 1  # printed once
 
 

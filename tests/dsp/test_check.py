@@ -218,7 +218,7 @@ def test_what_one_call_does_not_show_is_found(mesh: DeviceMesh) -> None:
 
 def test_all_ranks_report_what_one_of_them_sees(mesh: DeviceMesh) -> None:
     """Only one rank sees that something is wrong; none waits for it, and all say the same."""
-    check = sys.modules["dsp.check.check"]  # the function has its name
+    check = sys.modules["dsp.verify.check"]  # the function has its name
     own = check.compare
 
     def compare(*args: Any, **kwargs: Any) -> Any:

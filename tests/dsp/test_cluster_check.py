@@ -7,7 +7,7 @@ import pytest
 
 
 def script():
-    return importlib.import_module("dsp.cluster_check")
+    return importlib.import_module("dsp.cluster.check")
 
 
 def run_here(mesh, arguments, hosts, fault=False, only_links=False):

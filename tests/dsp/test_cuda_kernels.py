@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsp.rules.attention import last_rows
+from dsp.glue.rules.attention import last_rows
 from tests.support.embedded import two_blocks
 from tests.support.scans import KINDS, arguments, run
 from zoo.scan import cuda_kernel, recurrence, scan

@@ -16,7 +16,7 @@ import dsp
 from dsp.discovery.dims import Dims, Follower
 from dsp.discovery.discover import Stages
 from dsp.discovery.recording import Recording
-from dsp.slices import Draws, slices
+from dsp.verify.slices import Draws, slices
 from tests.support import diffusers_latte, diffusers_models, toys
 from tests.support.registry import built, discovered, sample
 from tests.support.slow import long, slow, slow_but
@@ -321,7 +321,7 @@ def test_the_same_seed_finds_the_same() -> None:
 
 
 def test_progress_and_cost_are_told(caplog, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("dsp.text.EVERY", 0)  # also on a fast machine
+    monkeypatch.setattr("dsp.support.formatting.EVERY", 0)  # also on a fast machine
     with caplog.at_level(logging.INFO, logger="dsp"):
         dsp.discover(built("Branches"), kwargs=sample("Branches"), progress=True)
     runs = next(m for m in caplog.messages if "runs of submodules on slices" in m)

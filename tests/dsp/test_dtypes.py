@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.deal import RowDeal, collect_rows, deal_rows
+from dsp.comm.balanced_rows import RowDeal, collect_rows, deal_rows
+from dsp.comm.halo import Rows, read_rows
 from dsp.planner import chunk_sizes
-from dsp.rows import Rows, read_rows
 from tests.support.slow import slow
 
 ASKS = [

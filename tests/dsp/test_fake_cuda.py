@@ -28,16 +28,16 @@ from torch.utils import _pytree as pytree
 import dsp
 import dsp.embedded
 import zoo
-from dsp.calls import Operand
+from dsp.comm.exchange import SwitchPlan
+from dsp.comm.layout import Axis, Cut, chunk
+from dsp.comm.randomness import forked
 from dsp.core.meter import Meter
+from dsp.core.torch_calls import Operand
 from dsp.embedded import blocks
-from dsp.exchange import SwitchPlan
+from dsp.glue.rules import RULES, Frame
 from dsp.guard.agreement import ROW, Agreement
-from dsp.layout import Axis, Cut, chunk
 from dsp.planner import chunk_sizes
-from dsp.randomness import forked
-from dsp.rules import RULES, Frame
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from tests.support.cases import CASES, example
 from tests.support.slow import slow
 

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dsp
 import zoo
-from dsp import hardware
+from dsp.comm import hardware
+from dsp.comm.hardware import Exchange, accelerator, all_reduced, fully_sharded, measure
+from dsp.comm.wire import AS_IT_IS, Wire, format_for, permitted
 from dsp.core.meter import Meter
-from dsp.hardware import Exchange, accelerator, all_reduced, fully_sharded, measure
 from dsp.report.quickest import WORTH, shortest
-from dsp.wire import AS_IT_IS, Wire, format_for, permitted
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints
 

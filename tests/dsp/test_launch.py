@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import ProcessFailure
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from dsp import launch
+from dsp.cluster import launch
 from tests.support.paths import ROOT
 from tests.support.slow import slow_but
 
@@ -30,7 +30,7 @@ def test_what_ends_a_job_is_said_last_and_once(tmp_path: Path, how: str) -> None
     """Two jobs at a time do not meet at one port."""
     end, status, said = ENDS[how]
     (tmp_path / "script.py").write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(60)\n")
-    command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", "2", "script.py"]
+    command = [sys.executable, "-m", "dsp.cluster.launch", "--nproc-per-node", "2", "script.py"]
     home = str(ROOT)
     jobs = [
         subprocess.Popen(

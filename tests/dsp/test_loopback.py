@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.deal import RowDeal, collect_rows, deal_rows
+from dsp.comm.balanced_rows import RowDeal, collect_rows, deal_rows
 from tests.support.loopback import TOLERANCE, measured
 
 pytestmark = pytest.mark.skipif(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsp.notation import NotationError, parse, solve_sizes
+from dsp.stages.notation import NotationError, parse, solve_sizes
 
 
 def test_reads_what_the_design_shows() -> None:

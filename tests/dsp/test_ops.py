@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dsp
-from dsp import moves, private
-from dsp.exchange import order_of
-from dsp.layout import Axis, Cut
-from dsp.moves import Part, gather_local, switch_all, switch_local
+from dsp.comm import moves
+from dsp.comm.exchange import order_of
+from dsp.comm.layout import Axis, Cut
+from dsp.comm.moves import Part, gather_local, switch_all, switch_local
 from dsp.planner import MOVES, Value, chunk_sizes
+from dsp.support import private
 
 SIZES = [1, 2, 3, 4]
 

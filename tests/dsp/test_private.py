@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-import dsp.collectives  # its ops
-from dsp import private
+import dsp.comm.collectives  # its ops
+from dsp.support import private
 from tests.support.paths import ROOT
 from tests.support.slow import slow
 
@@ -603,7 +603,9 @@ def test_nowhere_else() -> None:
     for path in sorted((ROOT / "dsp").rglob("*.py")):
         if path.name != "private.py":
             for number, line in enumerate(path.read_text().splitlines(), 1):
-                assert not HIDDEN.search(REGISTERED.sub("", line)), f"{path}:{number} belongs in dsp/private.py: {line}"
+                assert not HIDDEN.search(REGISTERED.sub("", line)), (
+                    f"{path}:{number} belongs in dsp/support/private.py: {line}"
+                )
 
 
 def test_every_name_has_a_case() -> None:

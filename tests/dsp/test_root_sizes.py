@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.notation import NotationError, parse
+from dsp.stages.notation import NotationError, parse
 from tests.support import toys
 from tests.support.slow import slow
 

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp import messages, routes
-from dsp.exchange import SwitchPlan
-from dsp.layout import Axis, Cut
-from dsp.legs import BETWEEN, WITHIN, Ways, ways_of
-from dsp.moves import Part, switch_all
-from dsp.pending import ahead
-from dsp.routes import quickest, seconds, shared_by_nodes
-from dsp.wire import Wire
+from dsp.comm import messages, routes
+from dsp.comm.exchange import SwitchPlan
+from dsp.comm.layout import Axis, Cut
+from dsp.comm.moves import Part, switch_all
+from dsp.comm.node_routes import BETWEEN, WITHIN, Ways, ways_of
+from dsp.comm.pending import ahead
+from dsp.comm.routes import quickest, seconds, shared_by_nodes
+from dsp.comm.wire import Wire
 from tests.support.beside import averaged, exact
 from tests.support.loopback import TOLERANCE, measured
 from tests.support.refusals import refused

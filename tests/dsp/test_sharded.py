@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dsp
+from dsp.comm.layout import Axis, Cut
 from dsp.core.carrier import Carrier
-from dsp.layout import Axis, Cut
 from tests.support.beside import exact
 from tests.support.refusals import refused
 from tests.support.toys import C, Glued

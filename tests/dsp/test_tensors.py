@@ -7,7 +7,7 @@ import gc
 
 import torch
 
-from dsp.tensors import memory
+from dsp.support.tensors import memory
 
 
 def test_a_copy_of_a_memory_does_not_free_it() -> None:

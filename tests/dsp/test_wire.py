@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.exchange import switch_plan
-from dsp.formats import FORMATS
-from dsp.layout import Axis, Cut
-from dsp.moves import Part, switch_all
-from dsp.pending import ahead
-from dsp.wire import STOCHASTIC, Wire, format_of
+from dsp.comm.exchange import switch_plan
+from dsp.comm.formats import FORMATS
+from dsp.comm.layout import Axis, Cut
+from dsp.comm.moves import Part, switch_all
+from dsp.comm.pending import ahead
+from dsp.comm.wire import STOCHASTIC, Wire, format_of
 from tests.support.beside import averaged
 from tests.support.loopback import TOLERANCE, measured
 from tests.support.runs import Heard

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 
 import dsp
-from dsp.world import World
+from dsp.support.python_state import World
 from tests.support.slow import slow
 
 C = 8

@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import dsp
-from dsp.known import stages_for, table
-from dsp.notation import NotationError
-from dsp.pipelines import SharedBatch, parts_of
-from dsp.tensors import tensors_in
+from dsp.stages.known import stages_for, table
+from dsp.stages.notation import NotationError
+from dsp.stages.pipelines import SharedBatch, parts_of
+from dsp.support.tensors import tensors_in
 from tests.support import known_models as known
 from tests.support.paths import ROOT
 from tests.support.runs import launched
@@ -304,7 +304,7 @@ def test_the_readmes_pipeline_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     code = code.replace("torch.distributed.destroy", keep)
     for n in (1, 2):
         (tmp_path / "video.py").write_text(code.replace("(2,)", f"({n},)"))
-        command = [sys.executable, "-m", "dsp.launch", "--nproc-per-node", str(n), "video.py"]
+        command = [sys.executable, "-m", "dsp.cluster.launch", "--nproc-per-node", str(n), "video.py"]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = launched(command, cwd=tmp_path, env=env)
         assert not done.returncode, done.stderr

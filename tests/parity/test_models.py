@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import dsp
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from tests.support import cases, third_party, toys
 from tests.support.beside import beside, weighted
 from tests.support.registry import CASES, DISCOVERED, built, discovered, plain, recomputing, sample, stages_of, step

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.known import of_type, table
+from dsp.stages.known import of_type, table
 from tests.support import known_models
 from tests.support.known_models import TRANSFORMERS
 from tests.support.slow import slow_but

@@ -3,51 +3,47 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from tests.support.paths import ROOT
 
 HOME = ROOT / "dsp"
 LAYERS = """
-text private launch lines world notation planner messages formats wire hardware
-tensors compile_off observers exchange legs routes packed collectives pending sent rows deal count gradients
-layout sharded moves ops randomness methods signature stages known pipelines slices calls traits between
-rules core glue overlap report guard compiled plan run parallel house check cluster discovery embedded cluster_check
+support planner comm stages core glue overlap report guard compiled parallel verify cluster discovery embedded
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
-    "rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
-        written_out functions""",
-    "plan": """script record recorder events values choices tracing solve program
-        places operation names backwards operations measuring rehearsal reads
-        cost overlap traffic advice make""",
-    "run": """lookup views writes forward whole stage_calls inputs outputs runtime
-        traffic_check piecewise recipes follow gradient_hooks functions
-        scripted glue hooks graph parallel""",
-    "core": """precision meter reads skeleton equal_modules record carrier backward keys unseen watch writes copies
-        offers checkpoints inputs persistent growth unplanned stage_calls recording run hooks gradient_hooks placement
-        decide observed parallel""",
-    "glue": "traffic local sources offers",
+    "support": "formatting private source_lines compile_off python_state tensors",
+    "comm": """messages formats wire hardware observers gradients exchange node_routes routes packed collectives pending
+        traffic_formulas count layout halo balanced_rows moves randomness ops""",
+    "stages": "notation signature methods stage known pipelines",
+    "core": """torch_calls torch_traits between functions precision reads skeleton equal_modules record carrier meter
+        backward keys unseen watch writes copies offers checkpoints inputs persistent growth unplanned stage_calls
+        recording run hooks gradient_hooks placement decide observed parallel""",
+    "glue": "rules traffic local sources offers",
+    "glue.rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
+        written_out""",
     "overlap": "options hidden chunked pieces choice ahead",
     "report": "without_data idle quickest traffic legs picture table names cost measure advice plan",
     "compiled": "guards tidy reasons recorded graphs replay",
     "guard": "agreement traffic notes advice guards",
-    "cluster": "choose",
-    "check": "report compare modes independence check",
+    "verify": "slices report compare modes independence check",
+    "cluster": "choose launch check",
     "discovery": "dims calls recording shapes repeats search folds choice patterns discover",
     "embedded": "blocks pairs grid place core ulysses low_rank ring tensor method timing",
 }
 FILES = sorted(HOME.rglob("*.py"))
 
 
-def place(parts: tuple[str, ...]) -> tuple[int, int]:
+def place(parts: Sequence[str]) -> list[int]:
     """The place of a layer, and of a file in its room; a room's `__init__` is its last, the library's last of all."""
-    layer, *file = parts
-    if layer == "__init__":
-        return len(LAYERS), 0
-    order = ROOMS.get(layer, "").split()
-    return LAYERS.index(layer), order.index(file[0]) if file and file[0] != "__init__" else len(order)
+    order, places, room = LAYERS, [], ""
+    for part in parts:
+        places.append(len(order) if part == "__init__" else order.index(part))
+        room = f"{room}.{part}".strip(".")
+        order = ROOMS.get(room, "").split()
+    return places if not order else [*places, len(order)]
 
 
 def test_a_file_imports_from_layers_before_its_own() -> None:
@@ -64,10 +60,16 @@ def imports_from_before(file: Path) -> None:
             names = [a.name for a in node.names]
             for name in names:
                 parts = (*str(node.module).split(".")[1:], name)
-                is_file = name in (LAYERS if len(parts) == 1 else ROOMS.get(parts[0], "").split() * (len(parts) == 2))
+                is_file = name in (ROOMS.get(".".join(parts[:-1]), "").split() if len(parts) > 1 else LAYERS)
                 assert place(parts if is_file else parts[:-1]) < own, f"{file.name} imports {node.module}"
-            if node.module != "dsp.private":  # which is there to name what is torch's own
+            if node.module != "dsp.support.private":  # which is there to name what is torch's own
                 assert not [name for name in names if name.startswith("_")], f"private names of {node.module}: {names}"
+
+
+def test_the_root_holds_no_more_than_the_rooms() -> None:
+    entries = {path.stem for path in HOME.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert entries - {"__init__"} == {*LAYERS}
+    assert len(LAYERS) <= 15
 
 
 def test_files_import_in_no_circle_even_when_used_or_for_types_alone() -> None:

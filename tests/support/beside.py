@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 
 
 def weighted(*outputs: Tensor) -> Tensor:

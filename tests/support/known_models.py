@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import dsp
-from dsp.known import table
-from dsp.slices import cast
+from dsp.stages.known import table
+from dsp.verify.slices import cast
 from tests.support.records import planned
 
 FILE = Path(__file__).with_name("diffusers_cases.json")
@@ -103,7 +103,7 @@ def _cases(part: str) -> dict[str, Case]:
 
 
 CASES = _cases("in the table")
-MORE = _cases("known, too")  # `dsp/known.json` has them; in no page
+MORE = _cases("known, too")  # `dsp/stages/known.json` has them; in no page
 
 
 def _typed(kind: str, config: dict[str, Any]) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor, nn
 
+from dsp.comm.layout import Cut
 from dsp.core.carrier import carry
 from dsp.core.copies import Copies
 from dsp.core.decide import decide, names_of
@@ -15,16 +16,15 @@ from dsp.core.growth import grown
 from dsp.core.offers import lay_out
 from dsp.core.recording import RecordOptions, record_forward
 from dsp.glue.offers import ShardingRules
-from dsp.known import stages_of
-from dsp.layout import Cut
 from dsp.overlap.choice import Overlaps
 from dsp.report.measure import Measure
 from dsp.report.plan import Goal, printed
 from dsp.report.traffic import PHASES, planned_transfers, sent_in
+from dsp.stages.known import stages_of
 
 
 def parallel(model: nn.Module) -> Any:
-    """What runs a parallel model in the place of its forward: a `dsp.core.parallel.Parallel`."""
+    """The `dsp.core.parallel.Parallel` that runs a parallel model's forward."""
     return model.forward.__self__  # type: ignore[union-attr]
 
 

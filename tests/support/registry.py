@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import dsp
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from tests.support import cases, diffusers_latte, third_party, toys
 from tests.support.beside import wrap_checkpoints
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsp
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 
 
 class Sizes(TorchDispatchMode):

@@ -74,7 +74,7 @@ def test_the_digest_is_of_all_code_and_of_what_a_configuration_names(checkout, m
     before = facts()
     assert before.keys() == {"torch", "dsp", "zoo", "train.py", "code of user"}
     for name, part in [
-        ("train.py", "train.py"), ("dsp", "dsp/ops.py"), ("zoo", "zoo/training/tasks/video.py"),
+        ("train.py", "train.py"), ("dsp", "dsp/comm/ops.py"), ("zoo", "zoo/training/tasks/video.py"),
         ("code of user", "user/data.py"),
     ]:  # fmt: skip
         (checkout / part).write_text((checkout / part).read_text() + "\n")

@@ -284,7 +284,7 @@ def test_a_folder_of_clips_to_a_tuned_latte_of_diffusers(tmp_path, monkeypatch):
             continue
         launcher, script, *arguments = words[:3], *words[3:]
         assert (launcher[0], script) == ("dsp-launch", "train.py")
-        command = [sys.executable, "-m", "dsp.launch", *launcher[1:], str(ROOT / script)]
+        command = [sys.executable, "-m", "dsp.cluster.launch", *launcher[1:], str(ROOT / script)]
         subprocess.run([*command, *arguments, *more[script]], check=True, env=None)
 
     assert list(metrics(Path("runs/fine"), "loss")) == [1, 3]

@@ -220,7 +220,7 @@ def test_a_killed_rank_is_named_on_the_screen_and_in_the_log(run, monkeypatch, k
     """The launcher ends the other ranks at once, and they still tell."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     options = "train.steps=100000", "eval.every=0", "sample.every=0", "checkpoint.every=2"
-    launcher = run.start(["-m", "dsp.launch", "--nproc-per-node", "2"], options)
+    launcher = run.start(["-m", "dsp.cluster.launch", "--nproc-per-node", "2"], options)
     directory, deadline = run.directory / "runs/tiny", time.time() + 240
     while not [*directory.glob("checkpoints/step-000?????")]:
         assert time.time() < deadline
@@ -244,7 +244,7 @@ def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_the_same_samples(run, mo
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     options = "train.steps=12", "eval.every=0", "sample.every=0", "checkpoint.every=3"
     whole = run("name=whole", *options)
-    launch = ["-m", "dsp.launch", "--nproc-per-node", "3", "--restarts", "1", "--min-ranks", "2"]
+    launch = ["-m", "dsp.cluster.launch", "--nproc-per-node", "3", "--restarts", "1", "--min-ranks", "2"]
     launcher = run.start(launch, ["name=less", *options])
     directory, deadline = run.directory / "runs/less", time.time() + 240
     while not [*directory.glob("checkpoints/step-????????")]:
@@ -266,7 +266,7 @@ def test_an_error_of_all_ranks_is_said_once(run, monkeypatch, how):
     """Our launcher adds nothing, and the exit status is the rank's; ranks alone leave together, and one speaks."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run("train.steps=1", "eval.every=0", "sample.every=0")
-    launch = ["-m", "dsp.launch", "--nproc-per-node", "2"]
+    launch = ["-m", "dsp.cluster.launch", "--nproc-per-node", "2"]
     started = {
         "torchrun": lambda: [run.torchrun(2)],
         "launcher": lambda: [run.start(launch, [])],

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from tests.support.beside import averaged, beside
 from tests.support.refusals import refused
 from tests.support.runs import Heard

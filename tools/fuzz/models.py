@@ -42,8 +42,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import dsp
-from dsp.private import FakeTensor
 from dsp.report.table import Plan
+from dsp.support.private import FakeTensor
 from tests.support import ranks, records
 from tools.fuzz.programs import (
     Step,

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.calls import GlueError, Operand, replaced, tensor_args, without_operands
-from dsp.deal import RowDeal
-from dsp.layout import Cut, chunk
-from dsp.randomness import seed
-from dsp.rules import RULES, Frame, Outcome, localize_source, source_cuts
-from dsp.tensors import tensors_in
-from dsp.traits import in_place, op_name
+from dsp.comm.balanced_rows import RowDeal
+from dsp.comm.layout import Cut, chunk
+from dsp.comm.randomness import seed
+from dsp.core.torch_calls import GlueError, Operand, replaced, tensor_args, without_operands
+from dsp.core.torch_traits import in_place, op_name
+from dsp.glue.rules import RULES, Frame, Outcome, localize_source, source_cuts
+from dsp.support.tensors import tensors_in
 
 Layout = Cut | None
 

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dsp
 from dsp.embedded import Timing
-from dsp.hardware import clock
 from zoo.training import UserError, checkpoint
 from zoo.training.config import Config, create_task, load
 from zoo.training.dry_run import Memory, steps_on
@@ -45,7 +44,7 @@ class Candidate:
             t.method if t.sp > 1 else "-",
             self.recomputed,
             t.plan.how or "-",
-            clock(t.seconds.step),
+            dsp.hardware.clock(t.seconds.step),
             *shares,
             held,
         ]

@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.device_mesh import DeviceMesh
 
 from dsp import Route
+from dsp.comm.wire import Wire
 from dsp.overlap import overlap_of
-from dsp.wire import Wire
 from zoo.files import read_bytes
 from zoo.training import UserError, complete, one_line, user_error, values
 from zoo.training.parts import TASKS, Parts

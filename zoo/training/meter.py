@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from dsp.hardware import ACCELERATORS, accelerator
+import dsp
 from zoo.training import ranks
 from zoo.training.model import compute_dtype
 from zoo.training.profile import DATA
@@ -94,8 +94,12 @@ def peak_flops(config: Any, device: torch.device) -> float | None:
     name = config.hardware.device
     if name is None and device.type == "cuda":
         told = torch.cuda.get_device_name(device).lower()
-        name = next((known for known in ACCELERATORS if known in told), None)
-    return accelerator(name, dtype=compute_dtype(config), products=1.0).flops if name in ACCELERATORS else None
+        name = next((known for known in dsp.hardware.ACCELERATORS if known in told), None)
+    return (
+        dsp.hardware.accelerator(name, dtype=compute_dtype(config), products=1.0).flops
+        if name in dsp.hardware.ACCELERATORS
+        else None
+    )
 
 
 def log_line(step: int, steps: int, values: Mapping[str, float]) -> str:

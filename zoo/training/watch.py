@@ -33,7 +33,13 @@ STUCK = 5  # seconds after which a message that does not go through counts as lo
 HOME = Path(__file__).resolve().parents[2]
 OWN = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # the project's own code in HOME
 # places in the code where a rank waits for others
-WAITING = ("torch/distributed/", "zoo/training/guard.py", "dsp/collectives.py", "dsp/exchange.py", "torch/_ops.py")
+WAITING = (
+    "torch/distributed/",
+    "zoo/training/guard.py",
+    "dsp/comm/collectives.py",
+    "dsp/comm/exchange.py",
+    "torch/_ops.py",
+)
 MOST = 1 << 20  # bytes of a message
 
 

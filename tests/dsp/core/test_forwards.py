@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsp.calls import GlueError
+from dsp.core.torch_calls import GlueError
 from dsp.parallel import parallelize
-from dsp.tensors import memory, tensors_in
+from dsp.support.tensors import memory, tensors_in
 from tests.support.beside import beside, unsharded
 from tests.support.forwards import FORWARDS, Layers, Mapped, Padded, clip
 from tests.support.refusals import refused

@@ -11,7 +11,7 @@ from dsp.core.decide import Decision, decide
 from dsp.core.offers import lay_out
 from dsp.core.recording import record_forward
 from dsp.glue.offers import ShardingRules
-from dsp.known import stages_of
+from dsp.stages.known import stages_of
 from tests.support import cases, toys
 from tests.support.brute_force import least, verify
 from tests.support.forwards import FORWARDS

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
+from dsp.comm.layout import Axis
 from dsp.embedded import blocks, ring_attention, ulysses_attention
 from dsp.embedded.ulysses import Ulysses
-from dsp.layout import Axis
 from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import own, parity, recomputed, sent, step, two_blocks

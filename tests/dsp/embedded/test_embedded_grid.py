@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 import zoo
-from dsp.calls import GlueError
+from dsp.core.torch_calls import GlueError
 from dsp.embedded.grid import switch_ranks
-from dsp.notation import NotationError
+from dsp.stages.notation import NotationError
 from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import parity, recomputed, sent, step

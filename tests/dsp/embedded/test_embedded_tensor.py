@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
-from dsp.notation import NotationError
+from dsp.stages.notation import NotationError
 from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import gradients

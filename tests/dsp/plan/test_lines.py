@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.calls import GlueError
+from dsp.core.torch_calls import GlueError
 from tests.support import toys
 
 HERE = __file__.rpartition("/")[2]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from dsp.core import skeleton
-from dsp.private import FakeTensor, FakeTensorMode, forget_fakes
+from dsp.support.private import FakeTensor, FakeTensorMode, forget_fakes
 from zoo.training.estimate import Keeping
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.stages import Stage
+from dsp.stages.stage import Stage
 from tests.support import toys
 from tests.support.records import dims_of_stages, edges_of, problem_of, recorded, regions_of
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import dsp
 from dsp.parallel import parallelize
 from dsp.report.traffic import PHASES, planned_transfers
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from tests.support.forwards import FORWARDS
 from tests.support.registry import CASES, recomputing
 from tests.support.slow import slow

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from tests.support.beside import beside
 from tests.support.runs import Heard
 from tests.support.slow import long, slow, slow_but

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsp.calls import GlueError, Operand
-from dsp.layout import Cut
-from dsp.rules import RULES, Frame, attention
-from dsp.rules import flex as rule
+from dsp.comm.layout import Cut
+from dsp.core.torch_calls import GlueError, Operand
+from dsp.glue.rules import RULES, Frame, attention
+from dsp.glue.rules import flex as rule
 from tools.prover.forms import x
 from tools.prover.prover import Call, prove
 

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.calls import Operand
-from dsp.deal import RowDeal, pairs
-from dsp.layout import Cut, chunk
+from dsp.comm.balanced_rows import RowDeal, pairs
+from dsp.comm.layout import Cut, chunk
+from dsp.core.torch_calls import Operand
+from dsp.glue.rules import Frame
+from dsp.glue.rules.flex import Local
 from dsp.planner import chunk_sizes
-from dsp.rules import Frame
-from dsp.rules.flex import Local
 from tests.support.beside import beside
 from tests.support.runs import Heard
 from tests.support.slow import slow

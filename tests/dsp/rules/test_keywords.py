@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.calls import by_position
-from dsp.rules import RULES
+from dsp.core.torch_calls import by_position
+from dsp.glue.rules import RULES
 from tests.support.beside import beside
 from tests.support.runs import Heard
 from tests.support.toys import Does

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from dsp.calls import by_position, positions
-from dsp.layout import Cut
-from dsp.rules import RULES
-from dsp.rules.call import PIECEWISE
-from dsp.rules.functions import RANDOM as DRAWN
-from dsp.tensors import tensors_in
-from dsp.traits import ATTRIBUTE_OPS, FILLED, METADATA, SOURCES, UNRUNNABLE, in_place, op_name, traits
+from dsp.comm.layout import Cut
+from dsp.core.functions import RANDOM as DRAWN
+from dsp.core.torch_calls import by_position, positions
+from dsp.core.torch_traits import ATTRIBUTE_OPS, FILLED, METADATA, SOURCES, UNRUNNABLE, in_place, op_name, traits
+from dsp.glue.rules import RULES
+from dsp.glue.rules.call import PIECEWISE
+from dsp.support.tensors import tensors_in
 from tests.support.slow import slow
 from tools.prover.forms import AUTOMATIC, FORMS, Form, flags, form, ints, x
 from tools.prover.prover import Call, Proof, functions, prove, prove_source

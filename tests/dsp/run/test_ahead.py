@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.layout import Axis, Cut
-from dsp.moves import Part, switch_local
+from dsp.comm.layout import Axis, Cut
+from dsp.comm.moves import Part, switch_local
+from dsp.comm.pending import ahead
 from dsp.overlap.ahead import launch as launch_switch
-from dsp.pending import ahead
-from dsp.tensors import memory
+from dsp.support.tensors import memory
 from tests.support.beside import beside
 from tests.support.toys import Fn
 
@@ -121,7 +121,7 @@ Launch = Callable[..., Tensor]
 def all_large(launch: Launch) -> Iterator[None]:
     """No tensor counts as so small that it shares a call; `launch` in the place of what launches a switch."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("dsp.moves", "dsp.core.placement", "dsp.report.traffic"):
+        for module in ("dsp.comm.moves", "dsp.core.placement", "dsp.report.traffic"):
             patch.setattr(import_module(module), "fuses", lambda nbytes, n: False)
         patch.setattr("dsp.overlap.ahead.launch", launch)
         yield

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 import dsp
-from dsp.calls import GlueError
 from dsp.core.carrier import Carrier
+from dsp.core.torch_calls import GlueError
 from tests.support.runs import Heard
 from tests.support.slow import slow
 

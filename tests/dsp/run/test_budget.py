@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.comm.layout import Axis
 from dsp.guard.agreement import Agreement
-from dsp.layout import Axis
 
 
 class Plus(nn.Module):

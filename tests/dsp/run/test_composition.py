@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.stages import find_modules
+from dsp.stages.stage import find_modules
 from tests.support import toys
 from tests.support.beside import averaged, beside, exact, same, unsharded, weighted
 from tests.support.records import stage_turns

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
-from dsp.tensors import tensors_in
+from dsp.support.tensors import tensors_in
 from tests.support.beside import beside
 from tests.support.diffusers_latte import STAGES, build, inputs
 from tests.support.records import graphs_of

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from dsp.core.carrier import Carrier
 from dsp.guard.agreement import small
-from dsp.private import all_gather, set_backward_hooks
+from dsp.support.private import all_gather, set_backward_hooks
 from tests.support.records import planned
 from tests.support.runs import Heard
 from tests.support.toys import Along, C, Glued, make

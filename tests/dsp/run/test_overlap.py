@@ -19,12 +19,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.hardware import Hardware, Link
-from dsp.layout import Axis, Cut
+from dsp.comm.hardware import Hardware, Link
+from dsp.comm.layout import Axis, Cut
+from dsp.comm.wire import AS_IT_IS
 from dsp.overlap.chunked import ChunkedSwitch, UnderWay
 from dsp.overlap.hidden import EXCHANGE
 from dsp.report.table import Plan
-from dsp.wire import AS_IT_IS
 from tests.support.beside import averaged, beside, unsharded
 from tests.support.loopback import TOLERANCE, measured
 from tests.support.records import decisions, overlap_of, plan_text

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 import dsp
-from dsp.layout import Axis, Cut
-from dsp.rows import Rows, read_rows
+from dsp.comm.halo import Rows, read_rows
+from dsp.comm.layout import Axis, Cut
 from tests.support.beside import averaged
 from tests.support.slow import slow
 from tests.support.toys import Does

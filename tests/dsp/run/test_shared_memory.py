@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.tensors import overlap
+from dsp.support.tensors import overlap
 from tests.support import toys
 from tests.support.beside import beside, exact
 from tests.support.toys import C, SpaceTime

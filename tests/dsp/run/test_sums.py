@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.notation import NotationError, parse
+from dsp.stages.notation import NotationError, parse
 from tests.support.beside import beside
 from tests.support.slow import slow
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from dsp.traits import written
+from dsp.core.torch_traits import written
 from tests.support.beside import beside
 from tests.support.refusals import refused
 from tests.support.slow import slow

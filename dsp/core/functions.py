@@ -1,0 +1,78 @@
+"""Functions that need care between stages, by plain names: random ones, views, and those that may return views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dsp.core.torch_traits import DRAWN
+
+# products mix every element of one operand with every element of the other
+PRODUCTS = frozenset(
+    "matmul rmatmul bmm mm einsum baddbmm scaled_dot_product_attention flex_attention varlen_attn".split()
+)
+
+
+RANDOM = frozenset(
+    """
+bernoulli rand_like randn_like normal log_normal uniform exponential cauchy geometric
+""".split()
+)
+# the name of the dropped share, its position among the arguments, and its default
+DROPOUTS = {
+    **dict.fromkeys(
+        "dropout alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d".split(),
+        ("p", 1, 0.5),
+    ),
+    "scaled_dot_product_attention": ("dropout_p", 4, 0.0),
+}
+
+
+def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call draws random numbers. Dropout with p = 0 draws none, nor does dropout outside of training."""
+    if name not in DROPOUTS:
+        return name in RANDOM
+    named, place, default = DROPOUTS[name]
+    p = kwargs.get(named, args[place] if len(args) > place else default)
+    if named == "dropout_p":
+        return bool(p)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(p and training)
+
+
+# more that draw, and have no rule
+WITHOUT_RULE = """
+rand randn randint randint_like randperm multinomial poisson binomial random rrelu gumbel_softmax native_dropout
+fractional_max_pool2d fractional_max_pool3d svd_lowrank pca_lowrank multi_head_attention_forward
+""".split()
+RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+DRAWN.update({name: partial(draws, name) for name in (*RANDOM, *DROPOUTS)})
+DRAWN.update(dict.fromkeys(WITHOUT_RULE, lambda args, kwargs: True))
+DRAWN.update(dict.fromkeys(RECURRENCES, lambda args, kwargs: len(args) < 9 or bool(args[5] and args[6])))
+
+
+# they allocate memory only if they must, and on a rank's shard it may look as if they need not
+DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
+# they return views, the dense ones if the argument's layout allows; on a shard, with other strides, any may be a copy
+FOLDS = DENSE | {"view", "view_as", "unflatten", "view_as_complex"}
+# their results may be views of the first argument, which a switch of the argument would not update
+ALIASES = DENSE | frozenset(
+    """
+getitem select narrow chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as
+broadcast_to iter unfold to type_as type detach data alias real imag view_as_real view_as_complex float double half
+bfloat16 conj positive dropout
+""".split()
+)
+
+
+# they read no data, if the tensor is dense in memory and has the dtype that they ask for
+LOOKS = frozenset(
+    """
+view view_as unflatten transpose swapaxes swapdims permute movedim moveaxis unsqueeze squeeze T mT select narrow chunk
+split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as broadcast_to to type_as
+""".split()
+)
+# they look like metadata, but read a tensor's data or let others read it; properties in Python, such as
+# __cuda_array_interface__, have a name from Python 3.13 on
+TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor ? __cuda_array_interface__".split())
