@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsp import embedded
     from dsp.cluster.choose import Sizing, choose
-    from dsp.comm import hardware
+    from dsp.comm import hardware as hardware
     from dsp.comm.count import count_comm
     from dsp.comm.hardware import LINKS, Hardware, Link
     from dsp.comm.ops import gather, hand_over, mean, split, start_switch, switch

@@ -45,8 +45,8 @@ def parallelize(
     call, such as guidance's two predictions. stages: submodule pattern to stage string, by default ``model.stages``, or
     the stages that `dsp.stages.known` has for its class; the key ``""`` names the model's own inputs and outputs. The
     parallel model takes the inputs of the bare model: full tensors, the same on every rank. It returns full tensors;
-    with ``gather_output=False`` it returns DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients over
-    the ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient. At size 1 the model is returned
+    with ``gather_output=False`` it returns DTensors, whose loss is taken with `dsp.mean`. Average parameter gradients
+    over the ranks of `mesh` (DDP, `fully_shard`) to get the single-process gradient. At size 1 the model is returned
     untouched.
 
     compile: True, or the name of a backend of torch.compile, compiles the forward with its collectives as one graph,

@@ -297,7 +297,7 @@ def pytest(file: str) -> Row:
 
 
 def tests(machine: Machine, _: Any) -> Cases:
-    return {"pytest": partial(pytest, "tests/dsp/test_cuda_kernels.py")}
+    return {"pytest": partial(pytest, "tests/dsp/comm/test_cuda_kernels.py")}
 
 
 # --------------------------------------------------------------------------------------- several ranks on one GPU: gloo
@@ -667,7 +667,7 @@ PARTS = [
     Part("compiled", "Stages compiled by inductor, and recomputed", compiled, 110),
     Part("attention", "Kernels of attention and of Mamba-1", kernels, 60),
     Part("random", "Random numbers and activation checkpointing", random, 60),
-    Part("tests", "tests/dsp/test_cuda_kernels.py", tests, 110, ("pytest",)),
+    Part("tests", "tests/dsp/comm/test_cuda_kernels.py", tests, 110, ("pytest",)),
     Part("gloo", "Several ranks on one GPU, over gloo", gloo, 110),
     Part("nccl", "NCCL, alone with itself", nccl, 90),
 ]

@@ -127,8 +127,8 @@ class Hardware:
 
     packing: by format of `dsp.comm.wire`, the cost of packing and unpacking, as a link: alpha in seconds, and a
     bandwidth in bytes of float32 elements a second; by default computed from `PACKING`, stream and launch. launch:
-    seconds of an operation on almost no data. busy: the fraction of a transfer during which computing stands still, because both need
-    the same cores. The last two are 0 if not measured.
+    seconds of an operation on almost no data. busy: the fraction of a transfer during which computing stands still,
+    because both need the same cores. The last two are 0 if not measured.
     """
 
     link: Link | str

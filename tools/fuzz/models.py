@@ -1,7 +1,7 @@
 """Random models against one process: outputs, every gradient and the bytes of the plan, on 2, 3 and 4 ranks.
 
     python tools/fuzz/models.py --count 5000 --seed 1 --size 3     # what fails is shrunk and printed
-    python tools/fuzz/models.py program.py                         # a program in a file, on each number of ranks
+    python tools/fuzz/models.py FILE                               # a program in a file, on each number of ranks
 
 A refusal is fine if it is an error of dsp's own; what else goes wrong has a kind:
 

@@ -95,11 +95,9 @@ def peak_flops(config: Any, device: torch.device) -> float | None:
     if name is None and device.type == "cuda":
         told = torch.cuda.get_device_name(device).lower()
         name = next((known for known in dsp.hardware.ACCELERATORS if known in told), None)
-    return (
-        dsp.hardware.accelerator(name, dtype=compute_dtype(config), products=1.0).flops
-        if name in dsp.hardware.ACCELERATORS
-        else None
-    )
+    if name not in dsp.hardware.ACCELERATORS:
+        return None
+    return dsp.hardware.accelerator(name, dtype=compute_dtype(config), products=1.0).flops
 
 
 def log_line(step: int, steps: int, values: Mapping[str, float]) -> str:
