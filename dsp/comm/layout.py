@@ -120,7 +120,6 @@ class Axis:
     wire: Wire = AS_IT_IS
     ways: Ways | None = None
     specs: dict[Any, DTensorSpec] = field(default_factory=dict, repr=False, compare=False)
-    ats: dict[Any, At] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def formats(self) -> tuple[str, str]:
@@ -149,16 +148,6 @@ class Axis:
             )
         ways = None if route is None else route.over(mesh.size())
         return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, wire, ways)
-
-    def at(self, shape: Sequence[int], cut: Cut) -> At:
-        """The layout of a tensor of this shape and cut; one object for equal layouts."""
-        key = tuple(shape), cut
-        found = self.ats.get(key)
-        if found is None:
-            if len(self.ats) >= 65536:
-                self.ats.clear()
-            found = self.ats[key] = At(self, torch.Size(shape), cut, self.local_shape(shape, cut))
-        return found
 
     def local_shape(self, shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
         own = cut.own(shape[cut.dim], self.size, self.rank)
@@ -201,16 +190,6 @@ class Axis:
             raise RuntimeError(f"rank {self.rank} holds {tuple(local.shape)} where its share is {expected}")
         with torch._C.DisableTorchFunction():
             return (HandedOver if hand_over else GuardedWrap if guard else Wrap).apply(local, spec)
-
-
-@dataclass(frozen=True, eq=False)
-class At:
-    """The layout of a sharded tensor: the global shape, the cut, and the shape of this rank's part."""
-
-    axis: Axis
-    shape: torch.Size
-    cut: Cut
-    local: tuple[int, ...]
 
 
 def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[int]]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dsp.comm.gradients import covered_exit
 from dsp.comm.moves import gather_local
 from dsp.comm.observers import RUNNING
-from dsp.core.between import INDEXED, numbered, without_data_of
+from dsp.core.arguments import INDEXED, numbered, without_data_of
 from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
 from dsp.core.torch_calls import NUMBERS, GlueError, by_position

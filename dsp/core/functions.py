@@ -66,13 +66,6 @@ bfloat16 conj positive dropout
 )
 
 
-# they read no data, if the tensor is dense in memory and has the dtype that they ask for
-LOOKS = frozenset(
-    """
-view view_as unflatten transpose swapaxes swapdims permute movedim moveaxis unsqueeze squeeze T mT select narrow chunk
-split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as broadcast_to to type_as
-""".split()
-)
 # they look like metadata, but read a tensor's data or let others read it; properties in Python, such as
 # __cuda_array_interface__, have a name from Python 3.13 on
 TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor ? __cuda_array_interface__".split())

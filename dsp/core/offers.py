@@ -1,7 +1,6 @@
 """Offers: a pass over a record that says how each node may run. Stages by their patterns; operations by their rules.
 
-`Replicating` is what the core knows of operations: they run on replicated tensors. A room that knows more has an object
-with the same three functions, and nothing else of the core changes.
+What operations between stages can do is asked of `Rules`; `dsp.glue` has them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from dsp.core.record import (
     Offer,
     Record,
     Ref,
-    replicated,
 )
 from dsp.core.torch_calls import Operand
 from dsp.core.watch import Watch
@@ -46,19 +44,6 @@ class Rules(Protocol):
 
     def watch(self, record: Record) -> Watch:
         """A mode that sees functions of plain tensors between stages."""
-
-
-class Replicating:
-    """The rules of the core: every operation runs on replicated tensors."""
-
-    def of(self, record: Record, node: Node) -> list[Offer]:
-        return [replicated(node, len(node.results))]
-
-    def view(self, node: Node, axis: Axis, cut: Layout, local: Tensor) -> Tensor:
-        raise NotImplementedError  # no view is one here
-
-    def watch(self, record: Record) -> Watch:
-        return Watch(record)
 
 
 def operands_of(tensors: Sequence[Tensor]) -> list[Operand]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsp.core.between import DIFFERENT
+from dsp.core.arguments import DIFFERENT
 from dsp.core.carrier import LOCAL, Carrier
 from dsp.core.torch_calls import GlueError
 from dsp.support.private import CONTEXT, TorchDispatchMode, function_of, functions_seen, schema_of

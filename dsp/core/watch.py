@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from dsp.core.between import unrunnable, without_data_of
+from dsp.core.arguments import unrunnable, without_data_of
 from dsp.core.carrier import Carrier
 from dsp.core.record import Record
 from dsp.core.torch_calls import NUMBERS, by_position, tensor_args

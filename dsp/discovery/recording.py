@@ -6,21 +6,24 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from dsp.core.between import Between
+from dsp.core.arguments import INDEXED, numbered, without_data_of
 from dsp.core.record import Node, Operation, Ref
-from dsp.core.torch_calls import replaced, tensor_args
+from dsp.core.torch_calls import NUMBERS, by_position, replaced, tensor_args
 from dsp.core.torch_traits import Traits, traits
 from dsp.discovery.calls import ModuleCall
 from dsp.stages.signature import Signature
+from dsp.support.private import maybe_current_level
 from dsp.support.tensors import ByTensor, tensors_in
 from dsp.verify.slices import copied
 
 
-class Recording(Between):
+class Recording(TorchFunctionMode):
     """A mode that records operations and calls while it is entered.
 
-    nodes: the operations and calls at the top; body: those inside the innermost call that runs.
+    nodes: the operations and calls at the top; body: those inside the innermost call that runs; asleep: nothing is
+    recorded.
     """
 
     def __init__(self) -> None:
@@ -29,6 +32,24 @@ class Recording(Between):
         self.count = self.calls = 0
         self.nodes: list[Any] = []
         self.body, self.open = self.nodes, list[ModuleCall]()
+        self.asleep = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, what = kwargs or {}, traits(func)
+        if self.asleep or (what.metadata and maybe_current_level() is None):
+            return func(*args, **kwargs)
+        if maybe_current_level() is not None:  # a tensor hides another one and its shape: a node without an offer
+            self.body.append(Node("plain", what.name, []))
+            return func(*args, **kwargs)
+        if what.decomposition is not None and (out := what.written_out(self, args, kwargs)) is not None:
+            return out
+        if what.dtype_arg is not None:
+            args = without_data_of(args, what.dtype_arg)
+        if what.name in INDEXED:
+            args = numbered(args, self)
+        if kwargs and not NUMBERS.issuperset(map(type, kwargs.values())):
+            args, kwargs = by_position(func, args, kwargs)
+        return self.operation(func, what, args, kwargs)
 
     def refs(self, tensors: Iterable[Tensor]) -> list[Ref]:
         """References to tensors as they are now; equal numbers are one tensor."""
@@ -40,17 +61,12 @@ class Recording(Between):
             self.count += 1
         return number
 
-    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any, types: Any) -> Any:
+    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         refs, results = self.refs(tensor_args(args, kwargs)), self.refs(tensors_in(out))
         call = Operation(func, *replaced(args, kwargs, iter(refs)))
         self.body.append(Node("operation", what.name, [*refs], call, results, in_place=what.in_place))
         return out
-
-    def transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record a node without an offer: under a transform a tensor hides another one and its shape."""
-        self.body.append(Node("plain", traits(func).name, []))
-        return func(*args, **kwargs)
 
     def enter(self, module: nn.Module, signature: Signature, args: Any, kwargs: Any) -> None:
         """Note that a module is called."""

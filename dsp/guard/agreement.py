@@ -182,7 +182,7 @@ class Agreement:
     def compare(self, call: ModelCall, ahead: bool) -> None:
         """Compare a call, whose record is there; at once if no earlier call had the record, or if it follows no plan.
 
-        ahead: `before_switching` will be called before the first collective. Raise RuntimeError on every rank if ranks
+        ahead: on CPU `finish` will be called before the first collective. Raise RuntimeError on every rank if ranks
         differ.
         """
         record, new = call.record, call.record not in self.numbers_of
@@ -252,11 +252,6 @@ class Agreement:
             work.wait()
             host.copy_(everyone, non_blocking=True)
         return stream.record_event().synchronize, host
-
-    def before_switching(self) -> None:
-        """Check the answer on CPU, where it has arrived by the end of the first stage: this avoids a deadlock."""
-        if self.device == "cpu":
-            self.finish()
 
     def finish(self) -> None:
         """Wait for the pending comparison. Raise RuntimeError if ranks differ."""

@@ -22,7 +22,8 @@ def compare_calls(parallel: Observed, events: Events) -> None:
     counted = not any(stage.around for stage in parallel.stages)  # the plan covers all traffic of a call
     events.ready.append(partial(agreement.compare, ahead=counted))
     if counted:
-        before = agreement.finish if agreement.device == "cpu" else lambda: None  # as `Agreement.before_switching`
+        # on CPU the answer has arrived by the end of the first stage, and a check there avoids a deadlock
+        before = agreement.finish if agreement.device == "cpu" else lambda: None
         TrafficGuard(parallel.axis, before).attach(events)
 
 

@@ -103,8 +103,6 @@ class Plan:
     peak: int
     resident: int
     exact: bool
-    script: Any = field(default=None, repr=False)
-    sendings: list[Any] = field(default_factory=list, repr=False, compare=False)  # outside of stages
     entry: dict[str, Layout] = field(default_factory=dict, repr=False)  # the cut in which each input enters
     share: float = 1.0
     whole: list[Whole] = field(default_factory=list)

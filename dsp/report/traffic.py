@@ -7,7 +7,7 @@ if the copy that it made gets a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,12 +79,6 @@ def inside_stage(record: Record, node: Node, save_exchanges: bool) -> Iterator[T
 def by_modules(record: Record, phase: str, node: Node, sent: Sent) -> Iterator[Transfer]:
     for kind, (nbytes, calls) in sent.items():
         yield Transfer(phase, node, kind, calls, (nbytes,) * record.n, inside=True)
-
-
-def sent_in(transfers: Iterable[Transfer], phase: str, rank: int) -> tuple[int, int]:
-    """Calls and bytes of one rank in a phase."""
-    of_phase = [t for t in transfers if t.phase == phase]
-    return sum(t.calls for t in of_phase), sum(t.sent[rank] for t in of_phase)
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsp.comm.layout import At, Cut, fold_fits
+from dsp.comm.layout import Cut, fold_fits
 from dsp.planner import chunk_sizes
 from dsp.stages.methods import StageMethod, StageWrapper
 from dsp.stages.notation import BATCH_NAMES, NotationError, StagePattern, TensorPattern, parse, solve_sizes
@@ -40,17 +40,6 @@ class Option:
     def share(self, n: int) -> float:
         """The busiest rank's share of the work: 7 frames on 4 ranks give it 2/7."""
         return 1.0 if self.name is None else chunk_sizes(self.size, n)[0] / self.size
-
-    def moved(self, given: Sequence[At | None]) -> int:
-        """The elements that all ranks together would move for this option, the same on every rank.
-
-        given: the layouts of the tensors now.
-        """
-        return sum(
-            math.prod(at.shape) * (1 if cut is not None else 1000)
-            for at, cut in zip(given, self.cuts)
-            if at is not None and at.cut != cut
-        )
 
 
 class Stage:

@@ -180,11 +180,6 @@ def cached(it: Any) -> Iterator[Any]:
         yield from found.values() if type(found) is dict else (found,)
 
 
-def reached(*roots: Any) -> set[int]:
-    """The ids of all objects that the code and the attributes of `roots` reach."""
-    return {*World(*roots).seen}
-
-
 def of_library(it: Any) -> bool:
     name = it.__name__ if isinstance(it, ModuleType) else getattr(it, "__module__", None)
     return isinstance(name, str) and name.partition(".")[0] in LIBRARIES

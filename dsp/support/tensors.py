@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dsp.support.private import BELOW, StorageWeakRef, base_of, is_view, pytree, values_of, version_of
+from dsp.support.private import BELOW, StorageWeakRef, pytree, values_of, version_of
 
 T = TypeVar("T")
 
@@ -87,13 +87,6 @@ def edge(t: Tensor) -> Edge | None:
         return known(viewed and viewed.next_functions[0])
 
 
-def overwritten(t: Tensor) -> Edge | None:
-    """The edge to which a view's gradient went before the write in place just now, which replaced its node."""
-    with torch._C.DisableTorchFunction():
-        write = None if base_of(t) is None else base_of(t).grad_fn
-        return known(write.next_functions[0]) if write is not None and write.name().endswith("CopySlices") else None
-
-
 def known(e: Any) -> Edge | None:
     return e if e is not None and e[0] is not None else None
 
@@ -143,20 +136,6 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif _plain_dataclass(leaf):
             found += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
     return found
-
-
-def plainly(out: Any) -> Any:
-    """The output, detached where torch gives requires_grad to a view made under no_grad: its gradient goes nowhere."""
-    if torch.is_grad_enabled() or (type(out) is Tensor and not out.requires_grad):
-        return out
-    if type(out) is tuple or type(out) is list:  # as chunk returns; without the pytree, since this runs often
-        for t in out:
-            if not isinstance(t, Tensor) or t.requires_grad:
-                break
-        else:
-            return out
-    own = [t.detach() if t.requires_grad and t.grad_fn is None and is_view(t) else t for t in tensors_in(out)]
-    return map_tensors(out, own)
 
 
 def constants_in(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from dsp.glue.offers import ShardingRules
 from dsp.overlap.choice import Overlaps
 from dsp.report.measure import Measure
 from dsp.report.plan import Goal, printed
-from dsp.report.traffic import PHASES, planned_transfers, sent_in
+from dsp.report.traffic import PHASES, Transfer, planned_transfers
 from dsp.stages.known import stages_of
 
 
@@ -85,6 +86,12 @@ def figures(model: nn.Module) -> Figures | None:
     stages = [node for node in record.nodes if node.kind == "stage"]
     shards = not gathers and all(node.offer.option.name is not None for node in stages)
     return Figures(planned_bytes(record), shards) if record.planned else None
+
+
+def sent_in(transfers: Iterable[Transfer], phase: str, rank: int) -> tuple[int, int]:
+    """Calls and bytes of one rank in a phase."""
+    of_phase = [t for t in transfers if t.phase == phase]
+    return sum(t.calls for t in of_phase), sum(t.sent[rank] for t in of_phase)
 
 
 def planned_bytes(record: Any) -> dict[str, int]:

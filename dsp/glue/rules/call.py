@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ import torch
 from dsp.comm.balanced_rows import RowDeal
 from dsp.comm.halo import Rows
 from dsp.comm.layout import Cut
-from dsp.core.torch_calls import GlueError, Operand, instead_of, replaced
+from dsp.core.torch_calls import GlueError, Operand, instead_of
 
 
 class DealtRows(NamedTuple):
@@ -156,12 +156,6 @@ class Recorded(Protocol):
 
     @property
     def operands(self) -> Sequence[Operand]: ...
-
-
-def frame_of(node: Recorded, cuts: Mapping[int, Cut | None], n: int, apart: bool = False) -> Frame:
-    """A recorded call on `n` ranks; `cuts`: of its operands, by position."""
-    operands = iter([Operand(t.shape, cuts.get(i)) for i, t in enumerate(node.operands)])
-    return Frame(node.name, *replaced(node.args, node.kwargs, operands), n, apart=apart)
 
 
 def sizes_of(given: Any) -> list[Any]:
