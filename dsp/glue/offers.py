@@ -54,6 +54,28 @@ class ShardingRules:
                 combinations.along_all_dims()
         return combinations.offers_for_node()
 
+    def offer_cut(self, record: Record, node: Node, cut: Cut) -> None:
+        """Where the operation works element by element: its operands broadcast to the result."""
+        last = cut.dim - node.results[0].ndim
+        size = node.results[0].shape[last]
+        needs: list[Layout] = []
+        for t in node.operands:
+            along = t.ndim >= -last and t.shape[last] == size
+            needs.append(cut._replace(dim=t.ndim + last) if along else None)
+            if along and not (isinstance(t, Ref) and t.maker is None):
+                return
+        try:
+            outcome = frame_of(node, needs, record.n).outcome()
+        except Exception:  # no such offer
+            return
+        if any(needs) and outcome.cut == cut and not inner_collectives(node, needs, outcome, record.n):
+            batch = cut in node.results[0].base.batch
+            for t, need in zip(node.operands, needs):
+                if need is not None:
+                    t.base.allow(need, batch)  # type: ignore[attr-defined]
+            local = LocalRule(node, tuple(needs))
+            node.offers.append(Offer(tuple(needs), (cut,), (outcome.size,), (), batch, local))
+
     def view(self, node: Node, axis: Axis, cut: Layout, local: Tensor) -> Tensor:
         assert isinstance(node.call, Operation)
         func, args, kwargs = node.call

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+import dsp
 from dsp.core.decide import Decision, decide
 from dsp.core.offers import lay_out
 from dsp.core.recording import record_forward
@@ -58,3 +60,21 @@ def test_no_combination_of_offers_costs_less(make: Any, name: str, gather: bool,
     assert [len(op.choices) for op in problem.ops] == [len(node.offers) for node in decision.nodes]
     assert solution.exact
     assert verify(problem, solution) == least(problem)
+
+
+class Widens(nn.Module):
+    """What is joined and added up along the positions has twice the bytes of what it is made of."""
+
+    stages = {"": "x=b t c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.more = nn.Linear(12, 12), nn.Parameter(torch.randn(1, 3, 12).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.linear(x).tanh().to(torch.float64), self.more], 1).cumsum(1)
+
+
+def test_a_switch_is_offered_before_a_tensor_grows() -> None:
+    plan = dsp.plan(Widens(), torch.randn(1, 7, 12), size=3, gather_output=False)
+    assert plan.bytes["forward"] == 3 * 12 * 2 // 3 * 4  # the busiest rank's 3 of 7 rows, in single precision
