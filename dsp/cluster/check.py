@@ -1,8 +1,8 @@
 """The first check of a new cluster: is sequence parallelism exact here, how fast are its links, does sp fit a node?
 
-    dsp-launch --nproc-per-node 4 -m dsp.cluster_check
-    dsp-launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dsp.cluster_check
-    ... -m dsp.cluster_check --sp 8 --megabytes 1 32 256 --out check.json
+    dsp-launch --nproc-per-node 4 -m dsp.cluster.check
+    dsp-launch --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dsp.cluster.check
+    ... -m dsp.cluster.check --sp 8 --megabytes 1 32 256 --out check.json
 
 The ranks are laid out as train.py does it: each group of `--sp` (a host's ranks, if not given) shares one sample.
 Within two minutes, on GPUs over NCCL or on CPUs over gloo, it looks at

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from dsp.comm.traffic_formulas import COLLECTIVES
-from dsp.support.private import TorchDispatchMode, backward_node, backward_pass, schema_of
+from dsp.support.private import OF_AN_OP, TorchDispatchMode, backward_node, backward_pass, schema_of
 
 
 class Traffic:
@@ -68,8 +68,6 @@ class count_comm(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-OURS = re.compile(
-    "dsp_(switch|gather|reduce_scatter|all_reduce|rows|deal|collect|ring_attention)|SplitInput|WholeInput|_Launch|_Await"
-    "|_Ahead|_Send|_Join|_Start|_Take"
-    "|CompiledFunction"
+OURS = re.compile(  # autograd nodes of the library's ops, and of its functions that send in backward
+    f"{OF_AN_OP}_dsp_|SplitInput|WholeInput|_Launch|_Await|_Ahead|_Send|_Join|_Start|_Take|CompiledFunction"
 )

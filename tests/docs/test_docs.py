@@ -272,6 +272,11 @@ def test_the_tree_is_the_tree() -> None:
             at.append(folder.rstrip("/"))
 
 
+def test_the_page_of_the_core_names_each_of_its_files() -> None:
+    named = {*re.findall(r"`(\w+)`", FENCE.sub("", (ROOT / "docs/core.md").read_text()))}
+    assert {path.stem for path in (ROOT / "dsp/core").glob("*.py")} - {"__init__"} <= named
+
+
 def test_the_sample_is_small_and_moves() -> None:
     from PIL import Image
 
