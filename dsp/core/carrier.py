@@ -27,7 +27,7 @@ from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
 from dsp.core.torch_calls import NUMBERS, GlueError, by_position
 from dsp.core.torch_traits import traits
-from dsp.support.private import FakeTensor, OpOverload
+from dsp.support.private import FakeTensor, OpOverload, storage_id
 from dsp.support.tensors import memory, tensors_in, version
 
 LOCAL = torch._C.DisableTorchFunctionSubclass
@@ -66,11 +66,11 @@ class Carrier(Tensor):
                 return func(*args, **kwargs)
         what = traits(func)
         if what.metadata:
+            if what.name in TELLING:
+                arrive_all(args, kwargs)
             read = READERS.get(func)
             if read is not None and isinstance(args[0], Carrier):
                 return read(*args, **kwargs)
-            if what.name in TELLING:
-                arrive_all(args, kwargs)
             with LOCAL():
                 return func(*args, **kwargs)
         if what.name == "detach":  # a checkpoint detaches what it saves, in backward too
@@ -231,6 +231,26 @@ def described(t: Carrier, *_: Any, **__: Any) -> str:
     return f"{numbers(t)!r}, the part of rank {rank} of {[*t.ref.shape]} sharded along dim {t.cut.dim}"
 
 
+def formatted(t: Carrier, spec: str) -> str:
+    """``f"{x:.2f}"``: the number, if the tensor is one."""
+    return described(t) if t.ref.shape or t.cut is not None else format(plain(t), spec)
+
+
+def address(t: Carrier) -> int:
+    """The address of this rank's part. An empty part has none of its own: its storage's identity takes the place."""
+    part = plain(t)
+    return part.data_ptr() or storage_id(part.untyped_storage())
+
+
+def new_tensor(t: Carrier, *args: Any, **kwargs: Any) -> Tensor:
+    """Raises GlueError for numbers of a sharded tensor."""
+    source = first_carrier((*args, *kwargs.values()))
+    if source is not None and source.cut is not None:
+        raise GlueError("new_tensor() would copy only this rank's part; write y.detach().clone()")
+    with LOCAL():
+        return plain(t).new_tensor(*args, **kwargs)
+
+
 def on_meta(t: Carrier, name: str, *args: Any, **kwargs: Any) -> Any:
     """The result of a method on a contiguous tensor of the global shape."""
     return getattr(torch.empty(t.ref.shape, device="meta"), name)(*args, **kwargs)
@@ -247,10 +267,15 @@ READERS: dict[Any, Any] = {
     Tensor.size: lambda t, dim=None: t.ref.shape if dim is None else t.ref.shape[dim],
     Tensor.ndim.__get__: lambda t: len(t.ref.shape),  # type: ignore[attr-defined]
     Tensor.dim: lambda t: len(t.ref.shape),
-    Tensor.numel: lambda t: math.prod(t.ref.shape),
+    Tensor.ndimension: lambda t: len(t.ref.shape),
+    **dict.fromkeys((Tensor.numel, Tensor.nelement, torch.numel), lambda t: math.prod(t.ref.shape)),
+    Tensor.nbytes.__get__: lambda t: t.ref.nbytes,  # type: ignore[attr-defined]
+    Tensor.is_same_size: lambda t, other: t.ref.shape == other.shape,
+    Tensor.data_ptr: address,
+    Tensor.new_tensor: new_tensor,
     Tensor.__len__: lambda t: t.ref.shape[0],
     Tensor.stride: lambda t, *a, **k: on_meta(t, "stride", *a, **k),
     Tensor.is_contiguous: lambda t, *a, **k: on_meta(t, "is_contiguous", *a, **k),
     Tensor.__repr__: described,
-    Tensor.__format__: described,
+    Tensor.__format__: formatted,
 }

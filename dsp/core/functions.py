@@ -68,4 +68,4 @@ bfloat16 conj positive dropout
 
 # they look like metadata, but read a tensor's data or let others read it; properties in Python, such as
 # __cuda_array_interface__, have a name from Python 3.13 on
-TELLING = frozenset("repr format data_ptr untyped_storage reduce_ex new_tensor ? __cuda_array_interface__".split())
+TELLING = frozenset("repr format data_ptr untyped_storage new_tensor ? __cuda_array_interface__".split())

@@ -16,7 +16,7 @@ from dsp.stages.stage import Stage
 class Observed(Protocol):
     """A parallel model as its observers see it (`dsp.core.parallel.Parallel`).
 
-    reason: the error of the last forward that could not be recorded before it ran.
+    reason: what the last forward did that could not be recorded before it ran (`dsp.core.unrecorded`).
     """
 
     model: nn.Module

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_exporting
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.tensor import DTensor
 
 import dsp.core.gradient_hooks  # noqa: F401 (hooks on carriers)
@@ -32,6 +32,7 @@ from dsp.core.recording import PLAIN, RecordOptions, record_forward
 from dsp.core.run import Outside, Runner, Send, at_once
 from dsp.core.stage_calls import UNCHANGED, StageCall, keep_compiled
 from dsp.core.torch_calls import GlueError
+from dsp.core.unrecorded import reason_of
 from dsp.core.unseen import refuse_functions
 from dsp.core.watch import watched
 from dsp.stages.notation import NotationError, StagePattern
@@ -46,6 +47,7 @@ from dsp.support.private import (
     forward_level,
     maybe_current_level,
     pytree,
+    uncompiled,
 )
 from dsp.support.python_state import Path, refuse_leaves, unpicklable
 from dsp.support.tensors import map_tensors, tensors_in
@@ -57,6 +59,11 @@ TRAINING, SHARE = attrgetter("training"), attrgetter("p")
 DREW = (
     "{model} drew random numbers that its plan did not foresee. From the next call on all ranks draw the same between "
     "stages; in this one ranks with other seeds drew other numbers"
+)
+COMPILE = (
+    "torch.compile of a parallelized model, or of several of its stages in one call, does not work. Give "
+    "dsp.parallelize compile=True; or, after dsp.parallelize, compile the forward of each stage by itself, as in "
+    "block.forward = torch.compile(block.forward)"
 )
 Pass = Callable[[Record, Decision], Any]  # over the nodes of a record, once each has its decision
 RECORDS = 64  # signatures of inputs whose record is kept
@@ -126,6 +133,8 @@ class Parallel:
         raise unpicklable()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            refuse_compiling()
         if first_carrier((*args, *kwargs.values())) is not None:  # inside another parallel model
             return self.forward(*args, **kwargs)
         for begin in self.events.begin:
@@ -304,7 +313,7 @@ class Parallel:
         except (NotationError, GlueError):
             raise
         except Exception as error:
-            self.reason = f"{type(error).__name__}: {error}"
+            self.reason = reason_of(error)
             return None
 
     def decide(self, record: Record) -> None:
@@ -354,6 +363,12 @@ def hand_out(axis: Axis, out: Any, outputs: Sequence[Output]) -> Any:
             t = axis.wrap(t, cut, shape, guard=True)
         tensors.append(covered_exit(t) if gathered and t.requires_grad else t)
     return map_tensors(out, tensors)
+
+
+@uncompiled
+def refuse_compiling() -> None:
+    """Raise RuntimeError in a call that torch.compile follows."""
+    raise RuntimeError(COMPILE)
 
 
 def refuse_transformed(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
 from dsp.core.torch_calls import replaced, tensor_args
+from dsp.core.torch_traits import ATTRIBUTES_READ
 from dsp.core.unseen import SeenOnly, covered, refuse_functions
 from dsp.core.watch import refuse, watched
 from dsp.core.writes import kin_of, written_operands
@@ -70,7 +71,8 @@ class Recorder:
         refuse(what, args, kwargs)
         refuse_functions(tensor_args(args, kwargs))
         writes = written_operands(func, what, args, kwargs)
-        before, tensors = self.regions.saved(), [*map(self.operand, tensor_args(args, kwargs))]
+        operand = self.full if what.name in ATTRIBUTES_READ else self.operand
+        before, tensors = self.regions.saved(), [*map(operand, tensor_args(args, kwargs))]
         if what.in_place and (fill := self.fills.get(memory(tensors[0]))) is not None:
             self.record.filled.add(fill)
         edges = edges_into(tensors, what.in_place)

@@ -29,6 +29,7 @@ from dsp.core.keys import Prepared, Ready, exact_key, first_of, floats_of, key_p
 from dsp.core.offers import Rules, stage_node
 from dsp.core.record import Layout, Node, Offer, Record, replicated
 from dsp.core.torch_calls import replaced, tensor_args
+from dsp.core.torch_traits import ATTRIBUTES_READ
 from dsp.core.unplanned import Unplanned, runs_by_rule
 from dsp.core.unseen import covered, refuse_functions
 from dsp.core.watch import refuse
@@ -143,7 +144,7 @@ class Runner:
             refuse_write(self.record, f"{node.name}() between stages", operands[i], offer.needs[i])
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
         usual = local is None and not (node.moves or node.writes or node.loose)
-        unchanged = usual and in_place(operands, offer.needs)
+        unchanged = usual and in_place(operands, offer.needs) and what.name not in ATTRIBUTES_READ
         return self.prepared.put(key, shared, at, Ready(node, offer, local, unchanged))
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:

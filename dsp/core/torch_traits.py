@@ -33,10 +33,13 @@ METADATA = frozenset(
 size dim numel nelement ndimension stride is_contiguous is_floating_point is_complex is_signed is_inference
 element_size get_device storage_offset is_same_size len repr hash format str is_nonzero_meta is_tensor is_storage
 promote_types result_type can_cast broadcast_shapes is_shared is_pinned new_tensor
-requires_grad data_ptr untyped_storage get_default_dtype finfo iinfo reduce_ex backward register_hook retain_grad dir
+requires_grad data_ptr untyped_storage get_default_dtype finfo iinfo backward register_hook retain_grad dir
 has_names names is_conj is_neg is_quantized is_sparse is_mkldnn device device.default
 """.split()
 )
+
+# functions that read a tensor's Python attributes: of a tensor between stages these are its place in a record
+ATTRIBUTES_READ = frozenset({"deepcopy", "reduce_ex"})
 
 # functions that would get the plain name of another: bool(x) reads a number, x.bool() is a cast
 HOMONYMS = {

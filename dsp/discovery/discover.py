@@ -28,12 +28,13 @@ from dsp.comm.collectives import inexact
 from dsp.comm.layout import Cut
 from dsp.core.skeleton import Skeleton
 from dsp.core.torch_calls import GlueError
+from dsp.core.unrecorded import UNKNOWN, place_of
 from dsp.discovery.calls import ModuleCall
 from dsp.discovery.patterns import Patterns
 from dsp.discovery.repeats import Repeats
 from dsp.discovery.search import Search
 from dsp.discovery.shapes import Shapes
-from dsp.report.plan import UNKNOWN, Goal, place_of, plan_stages
+from dsp.report.plan import Goal, plan_stages
 from dsp.stages.known import stages_of
 from dsp.stages.notation import NotationError
 from dsp.support.formatting import Moving, number_of

@@ -7,12 +7,19 @@ from collections.abc import Iterator
 
 from dsp.core.observed import Events, ModelCall, Observed
 from dsp.core.record import Node, Record
+from dsp.glue.rules import RULES
 from dsp.planner import chunk_sizes
 from dsp.report.idle import idle_ranks
 from dsp.report.plan import Goal, plan_stages
+from dsp.report.table import Whole, every_rank_runs
 from dsp.stages.notation import BATCH_NAMES
 
 log = logging.getLogger("dsp")
+
+NO_PLAN = (
+    "the first call of {model} runs without a plan: it {why}. Stages choose their shards as they run. Later calls are "
+    "planned by it: {what}"
+)
 
 
 class Advice:
@@ -23,7 +30,7 @@ class Advice:
 
     def made(self, call: ModelCall) -> None:
         if not call.record.planned:
-            log.info("no plan ahead of the run, stages choose greedily: %s", self.parallel.reason)
+            log.info("no plan ahead of the run, stages choose greedily: it %s", self.parallel.reason)
         elif not self.advised:
             self.advised = True
             self.on_plan(call)
@@ -33,7 +40,12 @@ class Advice:
         record, model = call.record, self.parallel
         if idle := idle_ranks(record.n, idle_in(record), 1 / 3):
             self.say(". ".join(idle))
-        if record.replans or not repeats_work(record):
+        if not repeats_work(record):
+            return
+        if record.replans:  # to measure it would run the forward again
+            if rows := repeated(record):
+                what = every_rank_runs(rows)
+                self.say(NO_PLAN.format(model=type(model.model).__name__, why=model.reason, what=what))
             return
         try:
             goal = Goal(record.n, gather_output=model.gather)
@@ -66,10 +78,27 @@ def repeats_work(record: Record) -> bool:
     return record.compiled or any(replicated_node(record, node) for node in record.nodes)
 
 
+def repeated(record: Record) -> list[Whole]:
+    """The operations that every rank runs in full, the longest first."""
+    rows = dict[str, Whole]()
+    for node in record.nodes:
+        if node.kind == "operation" and replicated_node(record, node):
+            row = rows.get(node.name, Whole(node.name, "", 0, 0.0, 0))
+            rows[node.name] = Whole(node.name, "", max(row.bytes, longest(node)), 0.0, row.calls + 1)
+    return sorted(rows.values(), key=lambda row: row.bytes, reverse=True)
+
+
+def longest(node: Node) -> int:
+    """Bytes of the longest tensor that a node reads or makes."""
+    return max((t.nbytes for t in (*node.refs, *node.results)), default=0)
+
+
 def replicated_node(record: Record, node: Node) -> bool:
+    """Tell whether every rank runs a node in full, on a long tensor or, where no rule knows it, perhaps on one inside."""
     if node.offer is None or node.view or node.identity or node.kind == "output":
         return False
     if node.kind == "stage":
         return node.offer.option is None or node.offer.option.name in (None, *BATCH_NAMES)
-    long = max((t.nbytes for t in (*node.refs, *node.results)), default=0) * record.n >= 1.5 * record.longest
-    return long and not any((*node.offer.needs, *node.offer.gives))
+    long = longest(node) * record.n >= 1.5 * record.longest
+    unknown = node.kind == "operation" and node.name not in RULES and bool(node.refs and node.results)
+    return (long or unknown) and not any((*node.offer.needs, *node.offer.gives))

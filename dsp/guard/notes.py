@@ -12,6 +12,7 @@ from dsp.comm.layout import Axis, Cut
 from dsp.comm.observers import RUNNING
 from dsp.core.carrier import Carrier
 from dsp.core.observed import Events, Observed
+from dsp.core.parallel import COMPILE
 from dsp.core.record import BoundStage
 from dsp.core.run import InStage
 from dsp.core.torch_calls import GlueError
@@ -23,11 +24,6 @@ from dsp.support.source_lines import Line, lines_of
 from dsp.support.tensors import tensors_in
 
 MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)  # errors of a stage that gets unexpected shapes
-COMPILE = (
-    "torch.compile of a parallelized model, or of several of its stages in one call, does not work. Give "
-    "dsp.parallelize compile=True; or, after dsp.parallelize, compile the forward of each stage by itself, as in "
-    "block.forward = torch.compile(block.forward)"
-)
 
 
 def explain_errors(parallel: Observed, events: Events) -> None:

@@ -23,7 +23,7 @@ from dsp.core.offers import lay_out
 from dsp.core.record import Layout, Record
 from dsp.core.recording import RecordOptions, record_forward
 from dsp.core.torch_calls import GlueError
-from dsp.core.torch_traits import op_name
+from dsp.core.unrecorded import place_of_read, reason_of
 from dsp.glue.offers import ShardingRules
 from dsp.overlap.choice import Overlaps
 from dsp.overlap.options import Overlap, overlap_of
@@ -40,12 +40,13 @@ from dsp.stages.known import stages_of
 from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.stage import Stage, clean
 from dsp.support.formatting import Moving
-from dsp.support.private import DataDependentOutputException, DynamicOutputShapeException, wraps_compiled
-from dsp.support.source_lines import lines_of
+from dsp.support.private import wraps_compiled
 from dsp.support.tensors import tensors_in
 
-UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
-SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # in errors of numpy(), format() and pickle
+EXACT_TYPE = (
+    "dsp: {model} was planned on tensors without data, or on copies of a subclass of torch.Tensor, as a run has them "
+    "between stages. If its code asks for the exact type, or for memory, name the submodule that does so in stages"
+)
 
 
 @dataclass(frozen=True)
@@ -195,34 +196,24 @@ def recorded(
         raise
     except Exception as error:
         reason = error
-    where = place_of(reason) if isinstance(reason, UNKNOWN) or any(x in str(reason) for x in SAYING) else ""
     if any(t.is_meta for t in itertools.chain(tensors_in((args, kwargs)), model.parameters(), model.buffers())):
-        if not where:
+        if not (where := place_of_read(reason)):
+            reason.add_note(EXACT_TYPE.format(model=type(model).__name__))
             raise reason
         raise ValueError(
             f"the forward of {type(model).__name__} depends on the values of tensors: {where}. Meta tensors have "
             "none: pass real inputs, small ones, to a model on a real device. dsp then records one forward, and "
             "plans for forwards that take the same branches"
         ) from None
-    record, meter = run(data=True)
-    meter.reads = f"reads its data: {where}" if where else f"needs tensors with data: {failure(reason)}"
+    try:
+        record, meter = run(data=True)
+    except (NotationError, GlueError):
+        raise
+    except Exception as error:
+        error.add_note(EXACT_TYPE.format(model=type(model).__name__))
+        raise
+    meter.reads = reason_of(reason)
     return record, meter
-
-
-def failure(error: Exception) -> str:
-    """The type of an error, and the line of the model that raised it."""
-    lines = lines_of(error)
-    return type(error).__name__ + (f" at {lines[-1]}" if lines else "")
-
-
-def place_of(error: Exception) -> str:
-    """The operation that raised an error, and the line of the model."""
-    op, trace, lines = "an operation", error.__traceback__, lines_of(error)
-    while trace is not None:
-        if trace.tb_frame.f_code.co_name == "__torch_function__" and "func" in trace.tb_frame.f_locals:
-            op = op_name(trace.tb_frame.f_locals["func"])[0].strip("_") + "()"
-        trace = trace.tb_next
-    return op + (f" at {lines[-1]}" if lines else "")
 
 
 def printed(record: Record, decision: Decision, goal: Goal, wire: Wire, overlaps: Overlaps) -> Plan:

@@ -74,6 +74,12 @@ class Whole:
         return f"{self.name}(){where}{f' ×{self.calls}' if self.calls > 1 else ''} ({human(self.bytes)}{again})"
 
 
+def every_rank_runs(rows: Sequence[Whole]) -> str:
+    """A sentence on operations that every rank runs in full, with the first of them."""
+    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+    return f"between stages every rank runs these operations whole: {', '.join(map(str, rows[:3]))}{more}"
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a model runs on `size` ranks. ``print(plan)`` prints a table on one rank; `text` returns it on all.
@@ -207,10 +213,7 @@ class Plan:
     def _whole_glue(self) -> str:
         if not self.whole:
             return ""
-        first, more = self.whole[:3], len(self.whole) - 3
-        names = ", ".join(map(str, first)) + (f" and {more} more" if more > 0 else "")
-        remedy = f". {self.remedy}" if self.remedy else ""
-        return f"between stages every rank runs these operations whole: {names}{remedy}"
+        return every_rank_runs(self.whole) + (f". {self.remedy}" if self.remedy else "")
 
     @property
     def _whole_stages(self) -> str:

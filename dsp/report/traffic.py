@@ -139,9 +139,8 @@ class Walk:
                 self.inner.append((node, c))
         if not ends:
             return
-        if node.in_place and isinstance(target := node.operands[0], Ref):  # its copies are out of date
-            first = next(iter(self.copies[target.base].values()))
-            self.copies[target.base] = {first.layout: first}
+        if node.in_place and isinstance(target := node.operands[0], Ref):
+            self.write(target, offer.needs[0])
         for ref, cut in zip(node.results, offer.gives):
             if node.view:
                 self.cuts[ref] = cut
@@ -202,6 +201,16 @@ class Walk:
             self.copies[s.base][s.dst] = s.copy
         self.move([*waiting])
         waiting.clear()
+
+    def write(self, target: Ref, layout: Layout) -> None:
+        """Note a write in place: a tensor stays in the layout in which it was written, and other copies are out of
+        date."""
+        copies = self.copies[target.base]
+        if target.maker is None and layout in copies:
+            self.cuts[target], first = layout, copies[layout]
+        else:
+            first = next(iter(copies.values()))
+        self.copies[target.base] = {first.layout: first}
 
     def give(self, node: Node, offer: Offer) -> None:
         """Note the results of a node, in the layouts to which it switches them."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from dsp.sharded import Sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -379,8 +378,7 @@ def test_an_error_between_stages_says_what_a_sharded_tensor_is(mesh: DeviceMesh)
             model(torch.randn(1, 7, 5, C))
     (note,) = caught.value.__notes__
     assert "dsp: at test_host.py:" in note
-    kind = Carrier
-    assert f"in Exact, t is sharded: a {kind.__module__}.{kind.__qualname__}" in note
+    assert f"in Exact, t is sharded: a {Carrier.__module__}.{Carrier.__qualname__}" in note
     assert "is named in stages" in note
 
 
@@ -391,9 +389,9 @@ class Collecting(Model):
         y = x * 2
         set_backward_hooks(y, None)
         z = torch.cat([y, y], 1)  # each piece stays sharded on its own
-        if isinstance(z, Sharded):
-            assert z.at.cut.joined
-            Sharded.__torch_function__(set_backward_hooks, (Sharded,), (z, None))
+        if isinstance(z, Carrier) and z.cut is not None:
+            assert z.cut.joined
+            Carrier.__torch_function__(set_backward_hooks, (Carrier,), (z, None))
         return super().forward(y)
 
 

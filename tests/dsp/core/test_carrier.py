@@ -1,19 +1,21 @@
-"""The sharded tensor of glue: it reads as a DTensor, and autograd functions of others may have it."""
+"""The tensor between stages: it reads as a DTensor, and autograd functions of others may have it."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from dsp.sharded import carry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dsp
 from dsp.comm.layout import Axis, Cut
-from dsp.core.carrier import Carrier
+from dsp.core.carrier import Carrier, carry
+from dsp.core.record import Record, Ref
 from tests.support.beside import exact
 from tests.support.refusals import refused
 from tests.support.toys import C, Glued
@@ -36,7 +38,8 @@ def test_every_rank_says_alike_how_a_tensor_lies() -> None:
     for rank in range(4):
         axis = Axis(None, 4, rank, "")  # type: ignore[arg-type]
         own = axis.local_shape((5, 3), Cut(0))
-        t, other = (carry((torch.ones(*own) * 2).T, axis.at((3, 5), Cut(1))) for _ in range(2))
+        record, ref = Record(4, {}, None, ()), Ref(torch.Size((3, 5)))
+        t, other = (carry(record, (torch.ones(*own) * 2).T, ref, Cut(1)) for _ in range(2))
         said.add((t.stride(), t.stride(0), t.is_contiguous(), t.data_ptr() == other.data_ptr()))
     assert said == {((5, 1), 5, True, False)}
 
@@ -96,6 +99,8 @@ def test_it_reads_as_a_dtensor(mesh: DeviceMesh) -> None:
     assert type(x) is Carrier
     assert isinstance(x, Tensor)
     assert (x.shape, x.ndim, x.numel(), len(x), x.size(1)) == (SHAPE, 4, before.numel(), 2, 5)
+    assert (x.ndimension(), x.nelement(), torch.numel(x), x.nbytes) == (4, *[before.numel()] * 2, before.nbytes)
+    assert x.is_same_size(before)
     assert (x.stride(), x.is_contiguous(), x.dtype, x.requires_grad) == (before.stride(), True, torch.float64, True)
     assert x.device_mesh == mesh
     assert x.placements == (Shard(1),)
@@ -111,3 +116,21 @@ def test_it_reads_as_a_dtensor(mesh: DeviceMesh) -> None:
     assert "the part of rank" in repr(x)
     assert f"sharded along dim 1" in f"{x}"  # noqa: F541
     assert x.new_zeros(2).shape == (2,)
+
+
+def printed(x: Tensor) -> Tensor:
+    return x * len(f"{x.detach().square().sum():.3f}")
+
+
+def copied(x: Tensor) -> Tensor:
+    detached = x.detach()
+    return x + copy.deepcopy(detached) * pickle.loads(pickle.dumps(detached))
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+@pytest.mark.parametrize("glue", [printed, copied])
+def test_it_is_printed_copied_and_pickled_as_the_full_tensor(mesh: DeviceMesh, glue: Any) -> None:
+    single, x = made(glue), inputs()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), single(x))
