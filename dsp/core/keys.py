@@ -16,6 +16,7 @@ from torch import Tensor
 from dsp.core.carrier import Carrier
 from dsp.core.record import Node, Offer, Operation, Record, Ref
 from dsp.core.torch_calls import Operand, tensor_args
+from dsp.core.torch_traits import DRAWN
 from dsp.support.private import backward_pass, pytree
 
 HOT = 65536  # calls kept ready, at most
@@ -88,8 +89,11 @@ def key_part(v: Any) -> Any:
 
 
 def node_key(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The key of an operation's node. Floats are a part of it where they say the size of the result."""
+    """The key of an operation's node. Floats are a part of it where they say the size of the result; so is whether the
+    call draws random numbers: dropout of nothing returns its operand."""
     key = func, key_part(args), key_part(kwargs)
+    if name in DRAWN:
+        return *key, DRAWN[name](args, kwargs)
     return (*key, floats_of((args, kwargs))) if name in SIZED else key
 
 

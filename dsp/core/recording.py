@@ -25,9 +25,9 @@ from dsp.core.persistent import PersistentTensors, persistent_tensors
 from dsp.core.precision import Casts, Precision
 from dsp.core.reads import Reads
 from dsp.core.record import Node, Operation, Record, Ref
-from dsp.core.skeleton import Fakes, Skeleton
+from dsp.core.skeleton import KEPT, Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
-from dsp.core.torch_calls import replaced, tensor_args
+from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import ATTRIBUTES_READ
 from dsp.core.unseen import SeenOnly, covered, refuse_functions
 from dsp.core.watch import refuse, watched
@@ -64,8 +64,15 @@ class Recorder:
         return plain(self.operand(t))
 
     def operand(self, t: Tensor) -> Tensor:
-        """The tensor that an operation gets for a carrier: itself, or the full one that an earlier call left."""
-        return self.persistent.get(t.ref, t) if isinstance(t, Carrier) else t
+        """The tensor that an operation gets for a carrier: itself, or the full one that an earlier call left.
+
+        Raises GlueError for one that an earlier recording left where nobody looks.
+        """
+        if not isinstance(t, Carrier):
+            return t
+        if t.record is not self.record:
+            raise GlueError(f"the forward {KEPT}")
+        return self.persistent.get(t.ref, t)
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         refuse(what, args, kwargs)
