@@ -20,7 +20,7 @@ from dsp.comm.layout import Axis, Cut
 from dsp.comm.moves import Part, switch_all
 from dsp.comm.observers import RUNNING
 from dsp.comm.randomness import drew, forked, forked_if_drawn, states
-from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, claim, one_for_each, plain
+from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, claim, link, one_for_each, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies, without_gradient
 from dsp.core.functions import DENSE
@@ -117,10 +117,12 @@ class Runner:
         if node.in_place:
             return out if out is None else args[0]
         result = self.give(node, offer, out, args[0] if node.view else None)
-        if node.kin:
+        if node.view:
+            link(args[0], result)
+        elif node.kin:
             relate(node, tensor_args(args, kwargs), tensors_in(result))
-            if func is Tensor.__getitem__:
-                result.index = args[1]
+        if func is Tensor.__getitem__ and node.kin:
+            result.index = args[1]
         return result
 
     def ready(self, key: Any, at: int | None, func: Any, what: Any, args: Any, kwargs: Any, first: Any) -> Ready:
@@ -156,23 +158,28 @@ class Runner:
         tensors = [*map(plain, tensors_in(out))]
         if len(node.results) < len(tensors):
             self.added.results(node, offer, tensors)
-        pushes = node.push or [None] * len(tensors)
-        goals = [cut if push is None else push for cut, push in zip(offer.gives, pushes, strict=False)]
-        parts = [Part(t, src, dst, r.shape) for t, src, dst, r in zip(tensors, offer.gives, goals, node.results)]  # type: ignore[arg-type]
-        RUNNING.set(node)
-        switched, results = iter(self.switch(node, parts)), list[Tensor]()
-        for p, r in zip(parts, node.results):
-            moves = p.src is not None and p.src != p.dst
-            made, local, cut = (claim, next(switched), p.dst) if moves else (make, p.local, p.src)
-            results.append(made(self.record, local, r, cut, base))
+        if node.push and node.push.count(None) < len(node.push):
+            results = self.pushed(node, offer, tensors)
+        else:
+            results = [make(self.record, t, r, cut, base) for t, r, cut in zip(tensors, node.results, offer.gives)]
         return results[0] if isinstance(out, Tensor) else map_tensors(out, one_for_each(tensors, results))
 
-    def switch(self, node: Node, parts: Sequence[Part]) -> list[Tensor]:
-        """Switch those of the parts that have another layout to go to."""
+    def pushed(self, node: Node, offer: Offer, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The results of a node, switched to the layouts that all that reads them wants."""
+        goals = [cut if push is None else push for cut, push in zip(offer.gives, node.push, strict=False)]
+        parts = [Part(t, src, dst, r.shape) for t, src, dst, r in zip(tensors, offer.gives, goals, node.results)]  # type: ignore[arg-type]
         moving = [p for p in parts if p.src is not None and p.src != p.dst]
-        if not moving:
-            return []
-        return switch_all(moving, self.axis) if node.kind == "stage" else self.send(self.record, moving, self.axis)
+        RUNNING.set(node)
+        if node.kind == "stage":
+            make, switched = carry, switch_all(moving, self.axis) if moving else []
+        else:
+            make, switched = claim, self.send(self.record, moving, self.axis) if moving else []
+        arrived, results = iter(switched), list[Tensor]()
+        for p, r in zip(parts, node.results):
+            moves = p.src is not None and p.src != p.dst
+            made, local, cut = (claim, next(arrived), p.dst) if moves else (make, p.local, p.src)
+            results.append(made(self.record, local, r, cut))
+        return results
 
     # --- a stage ---
 

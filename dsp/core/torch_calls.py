@@ -104,5 +104,6 @@ def without_operands(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, Operand):
         return tensors[id(value)]
     if type(value) in (list, tuple):
-        return type(value)(without_operands(v, tensors) for v in value)
+        nested = (Operand, list, tuple)
+        return type(value)([without_operands(v, tensors) if isinstance(v, nested) else v for v in value])
     return value

@@ -24,6 +24,9 @@ from dsp.glue.rules import Frame, Outcome
 from dsp.support.tensors import map_tensors, tensors_in
 
 
+UNCHANGED = nullcontext()
+
+
 def frame_of(node: Node, cuts: Any, n: int, apart: bool = False) -> Frame:
     """The call of a node as a rule reads it, with its operands in the given cuts; apart: see `Frame`."""
     assert isinstance(node.call, Operation)
@@ -61,7 +64,7 @@ class OnParts:
         args, kwargs = self.arguments(
             [axis.narrow(t, o.narrow[i]) if i in o.narrow else t for i, t in enumerate(parts)]
         )
-        with quiet(parts), forked(axis) if self.random else nullcontext():
+        with quiet(parts), forked(axis) if self.random else UNCHANGED:
             if o.numbers is not None:
                 numbers = o.numbers.of(*args)[None]
                 args = torch.ops.dsp.gather(numbers, 0, axis.size, axis.group), *args
@@ -104,12 +107,16 @@ class OnParts:
         return without_operands(self.args, table), {k: without_operands(v, table) for k, v in self.kwargs.items()}
 
 
+def quiet(parts: list[Tensor]) -> Any:
+    """A context that ignores warnings on an empty part, such as those about statistics of no elements."""
+    for t in parts:
+        if not t.numel():
+            return without_warnings()
+    return UNCHANGED
+
+
 @contextmanager
-def quiet(parts: list[Tensor]) -> Iterator[None]:
-    """Ignore warnings on an empty part, such as those about statistics of no elements."""
-    if all(t.numel() for t in parts):
-        yield
-        return
+def without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import NamedTuple
 
@@ -102,8 +103,9 @@ def add_note(model: nn.Module, error: Exception) -> None:
 def _sharded(frame: FrameType) -> str | None:
     """The name of a variable that holds a tensor between stages; None if there is none."""
     for name, value in frame.f_locals.items():
-        if any(isinstance(t, Carrier) for t in tensors_in(value)):
-            return name
+        with suppress(Exception):  # an object that holds itself, or one whose attributes raise
+            if any(isinstance(t, Carrier) for t in tensors_in(value)):
+                return name
     return None
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, partialmethod
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -125,11 +126,16 @@ def _plain_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+FLAT = frozenset({list, tuple})  # pytree takes ten times as long for one of tensors alone
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, in order: inside lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    if type(value) in FLAT and len(found := [t for t in value if isinstance(t, Tensor)]) == len(value):
+        return found
+    found = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
@@ -151,6 +157,8 @@ def map_tensors(value: Any, new: Iterable[Any]) -> Any:
     """The value with its tensors replaced, in order."""
     if isinstance(value, Tensor):
         return next(iter(new))
+    if type(value) in FLAT and len([t for t in value if isinstance(t, Tensor)]) == len(value):
+        return type(value)(islice(new, len(value)))
     return pytree.tree_map(partial(_replaced, iter(new)), value)
 
 
