@@ -23,7 +23,6 @@ from dsp.core.torch_calls import Operand, replaced, without_operands
 from dsp.glue.rules import Frame, Outcome
 from dsp.support.tensors import map_tensors, tensors_in
 
-
 UNCHANGED = nullcontext()
 
 

@@ -94,7 +94,7 @@ def longest(node: Node) -> int:
 
 
 def replicated_node(record: Record, node: Node) -> bool:
-    """Tell whether every rank runs a node in full, on a long tensor or, where no rule knows it, perhaps on one inside."""
+    """Tell whether every rank runs a node in full, on a long tensor; what has no rule may have one inside."""
     if node.offer is None or node.view or node.identity or node.kind == "output":
         return False
     if node.kind == "stage":

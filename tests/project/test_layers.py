@@ -18,9 +18,9 @@ ROOMS = {
     "comm": """messages formats wire hardware observers gradients exchange node_routes routes packed collectives pending
         traffic_formulas count layout halo balanced_rows moves randomness ops""",
     "stages": "notation signature methods stage known pipelines",
-    "core": """torch_calls torch_traits arguments functions precision reads unrecorded skeleton equal_modules record carrier meter
-        backward keys unseen watch writes copies offers checkpoints inputs persistent growth unplanned stage_calls
-        recording run hooks gradient_hooks placement decide observed parallel""",
+    "core": """torch_calls torch_traits arguments functions precision reads unrecorded skeleton equal_modules record
+        carrier meter backward keys unseen watch writes copies offers checkpoints inputs persistent growth unplanned
+        stage_calls recording run hooks gradient_hooks placement decide observed parallel""",
     "glue": "rules traffic local sources offers",
     "glue.rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out""",

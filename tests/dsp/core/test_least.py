@@ -63,7 +63,7 @@ def test_no_combination_of_offers_costs_less(make: Any, name: str, gather: bool,
 
 
 class Widens(nn.Module):
-    """What is joined and added up along the positions has twice the bytes of what it is made of."""
+    """Channels joined and added up along the positions have twice the bytes of what they are made of."""
 
     stages = {"": "x=b t c"}
 
