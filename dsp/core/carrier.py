@@ -56,6 +56,7 @@ class Carrier(Tensor):
     siblings: Any = None
     index: Any = None
     now: Carrier | None = None
+    __module__ = "torch"  # by which opt_einsum and others choose the library that computes on a tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +168,7 @@ def one_for_each(tensors: Sequence[Tensor], carriers: Sequence[Tensor]) -> list[
 @cache
 def carrier_of(part: type) -> type:
     """The class of carriers of tensors of another class, such as fake tensors."""
-    return type(f"Carrier{part.__name__}", (Carrier, part), {})
+    return type(f"Carrier{part.__name__}", (Carrier, part), {"__module__": "torch"})
 
 
 def plain(t: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def add_note(model: nn.Module, error: Exception) -> None:
     module, path = _module(model, lines[: at + 1])
     way = f"if {path!r} is named in stages" if path else "in a submodule that is named in stages"
     error.add_note(
-        f"dsp: at {lines[at].short}, in {module}, {sharded} is sharded: a {Carrier.__module__}.{Carrier.__qualname__}, "
+        f"dsp: at {lines[at].short}, in {module}, {sharded} is sharded: a dsp.core.carrier.Carrier, "
         "a torch.Tensor with the shape of the whole, of which each rank holds a part. Code that asks for the exact "
         f"type, or for memory, may stumble over it. Inside a stage tensors are plain, so the code works {way}"
     )

@@ -132,6 +132,7 @@ INDICES: list[Any] = [
     [2, 3]])), slice(0, 0),
     (slice(None), slice(0, 0)), (Ellipsis, slice(0, 0)), (torch.tensor(1),), (slice(None), torch.tensor(2)), (), True,
     (0, 1, 2), (slice(None, None, 1), slice(-6, None)), (Ellipsis, -1, slice(None)), (slice(-2, None),),
+    ([0, 1], slice(None), [2, 0]), (torch.tensor([3, 1]), [5, 0]), (1, slice(None), [2, 0]),
 ]
 VALUES: list[Any] = [0.5, x(3), x(6, 3), x(1, 6, 1)]
 EQUATIONS: list[tuple[str, list[tuple[int, ...]]]] = [
@@ -259,8 +260,17 @@ FORMS: dict[str, list[Form]] = {
     **{f"{kind}_pool{d}d": POOLED for kind in ("avg", "max") for d in (1, 2, 3)},
     **{f"adaptive_avg_pool{d}d": [form(x(4, 2, *[6] * d), 2), form(x(4, *[6] * d), output_size=3)]
         for d in (1, 2, 3)},
-    "pixel_shuffle": [form(x(4, 4, 2, 3), 2), form(x(4, 2, 3), 2), form(x(2, 3, 4, 2, 3), 2)],
-    "pixel_unshuffle": [form(x(4, 1, 4, 6), 2), form(x(1, 4, 6), downscale_factor=2), form(x(2, 3, 1, 4, 6), 2)],
+    "pixel_shuffle": [form(x(4, 4, 2, 3), 2), form(x(4, 2, 3), 2), form(x(2, 3, 4, 2, 3), 2), form(x(1, 9, 5, 4), 3),
+        form(x(2, 3, 5, 4), 1)],
+    "pixel_unshuffle": [form(x(4, 1, 4, 6), 2), form(x(1, 4, 6), downscale_factor=2), form(x(2, 3, 1, 4, 6), 2),
+        form(x(1, 1, 15, 6), 3), form(x(2, 3, 5, 4), 1)],
+    "index_put": [form(x(4, 6, 3), (torch.tensor([0, 2]), torch.tensor([5, 1])), x(2, 3)),
+        form(x(4, 6, 3), (torch.tensor([[0, 2], [1, 3]]),), x(6, 1)), form(x(4, 6, 3), [torch.tensor([3, 1])], x(3),
+        accumulate=True)],
+    "solve": [form(definite(4), x(4, 5)), form(definite(2, 3), x(2, 3, 4)), form(definite(3), x(5, 3, 2)),
+        form(definite(3), x(2, 3), left=False), form(definite(2, 3), x(2, 3))],
+    "solve_triangular": [form(definite(4), x(4, 5), upper=False), form(definite(2, 3), x(3, 4), upper=True),
+        form(definite(3), x(2, 3), upper=True, left=False)],
     "unfold": [form(x(*A), 1, 4, 3), form(x(9, 2), 0, 3, 5), form(x(*A), 1, 2, 1),
         form(x(*A), dimension=0, size=2, step=2), form(x(*A), -1, 3, 1)],
     "im2col": [form(x(4, 2, 4, 6), 2), form(x(4, 2, 4, 6), (2, 2), stride=2), form(x(2, 4, 6), 2),

@@ -119,6 +119,21 @@ apart("tril triu", "it counts positions along the sharded dim", lambda f, x: (x.
 apart(MATRICES, "it mixes the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1))
 
 
+@rule("solve solve_triangular")
+def solve(f: Frame) -> Outcome:
+    """Along batch dims, and along the free dim of the right-hand side."""
+    a, b = f.get(0, "A"), f.get(1, "B")
+    if a.ndim < 2 or b.ndim < 2 or (f.name == "solve" and b.shape == a.shape[:-1]):
+        raise f.refuse("its right-hand side is a vector")
+    free = -1 if f.kwargs.get("left", True) else -2
+    if a.cut is None and b.cut is not None and b.cut.dim - b.ndim == free:
+        return Outcome(Cut(max(a.ndim, b.ndim) + free, b.cut.outer), b.shape[free])
+    position, outcome = align(f, [a, b])
+    if position >= -2:
+        raise f.refuse("it mixes the sharded dim")
+    return outcome
+
+
 @rule("cross")
 def cross(f: Frame) -> Outcome:
     a, b = f.get(0, "input"), f.get(1, "other")
@@ -212,7 +227,6 @@ def all_but_samples(f: Frame, x: Operand) -> range:
 
 apart("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d fold", "it mixes dim {}", all_but_samples)
 apart("im2col", "it mixes dim {}", all_but_samples, filled=True)
-apart("pixel_shuffle pixel_unshuffle", "it mixes dim {}", lambda f, x: range(x.ndim - 3, x.ndim), filled=True)
 
 
 @rule("batch_norm")

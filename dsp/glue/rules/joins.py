@@ -232,19 +232,23 @@ def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
     known = isinstance(item, slice) and not any(isinstance(k, Operand) for k in (item.start, item.stop, item.step))
     if not (known or isinstance(item, int)):
         raise f.refuse("it takes parts of the sharded dim")
-    if lists and isinstance(item, slice) and item.indices(x.shape[cut.dim]) != (0, x.shape[cut.dim], 1):
-        raise f.refuse("it slices the sharded dim and indexes another dim by a list")
-    return index, at, sum(not isinstance(i, int) for i in index[:at])
+    if lists and (isinstance(item, int) or item.indices(x.shape[cut.dim]) != (0, x.shape[cut.dim], 1)):
+        raise f.refuse("it takes parts of the sharded dim and indexes another dim by a list")
+    if lists:
+        mark = max(x.shape) + 1  # no other dim of the result has this size
+        marked = Operand((*x.shape[: cut.dim], mark, *x.shape[cut.dim + 1 :]))
+        out = indexed_shape((*index[:at], slice(None), *index[at + 1 :]), marked).index(mark)
+    else:
+        out = sum(not isinstance(i, int) for i in index[:at])
+    return index, at, out
 
 
 def lists_in(f: Frame, index: tuple[Any, ...]) -> list[Any]:
-    """The list or index tensor among the items of an index; more than one, or a mask, is refused."""
+    """The lists and index tensors among the items of an index; a mask of several dims is refused."""
     lists = [i for i in index if isinstance(i, (Operand, list))]
     flat = all(i.ndim == 1 if isinstance(i, Operand) else all(type(k) is int for k in i) for i in lists)
-    if len(lists) > 1 or not flat or any(isinstance(i, bool) for i in index):
-        raise f.refuse("indexing with masks or several lists has no rule for a sharded tensor", "Use index_select")
-    if lists and any(isinstance(i, int) for i in index):
-        raise f.refuse("indexing with a number and a list has no rule for a sharded tensor", "Use index_select")
+    if not flat or any(isinstance(i, bool) for i in index):
+        raise f.refuse("indexing with masks has no rule for a sharded tensor", "Use torch.where")
     return lists
 
 
@@ -264,6 +268,26 @@ def setitem(f: Frame) -> Outcome:
     if isinstance(item, int) or item.indices(size) != (0, size, 1):
         return into(f, index, at, out)
     return over(f, (*index[:at], slice(None), *index[at + 1 :]), Cut(out, x.cut.outer))
+
+
+@rule("index_put")
+def index_put(f: Frame) -> Outcome:
+    """Writes at index tensors for the first dims."""
+    x, cut = f.args[0], f.args[0].cut
+    indices, value = f.get(1, "indices"), f.get(2, "values")
+    if cut is None or any(i is None or i.cut is not None for i in indices) or cut.dim < len(indices):
+        raise f.refuse("it writes to places of the sharded dim, or by a sharded index")
+    lead = max(i.ndim for i in indices)
+    outcome = Outcome(cut, x.shape[cut.dim])
+    if not isinstance(value, Operand):
+        return outcome
+    target = Operand((*(2,) * lead, *x.shape[len(indices) :]), Cut(cut.dim - len(indices) + lead, cut.outer))
+    if value.ndim > target.ndim:
+        raise f.refuse("the value has more dims than what it is written to")
+    _, aligned = align(Frame(f.name, (target, value), {}, f.n, f.rank), [target, value])
+    if 1 in aligned.narrow:
+        outcome.narrow[f.operands().index(value)] = aligned.narrow[1]
+    return outcome
 
 
 def over(f: Frame, index: tuple[Any, ...], target: Cut) -> Outcome:

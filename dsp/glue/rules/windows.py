@@ -240,6 +240,24 @@ def interpolate(f: Frame) -> Outcome:
     )
 
 
+@rule("pixel_shuffle pixel_unshuffle")
+def pixels(f: Frame) -> Outcome:
+    """Channels become r x r pixels, or the other way; along height and width a row becomes r rows, or r rows one."""
+    x, cut = first(f)
+    finer = f.name == "pixel_shuffle"
+    r, size = f.get(1, "upscale_factor" if finer else "downscale_factor"), x.shape[cut.dim]
+    if cut.dim < x.ndim - 3 or r == 1:
+        return Outcome(cut, size, func=f.on_a_row(cut, size))
+    if cut.dim == x.ndim - 3:
+        raise f.refuse("it makes pixels of channels, along which the tensor is sharded")
+    run = getattr(F, f.name)
+    if not finer:
+        return windowed(f, x, cut, size // r, lambda a, b: (a * r, b * r), run)
+    return windowed(
+        f, x, cut, size * r, lambda a, b: (a // r, (b - 1) // r + 1), run, crop=lambda start, row: start - row * r
+    )
+
+
 @rule("unfold")
 def unfold(f: Frame) -> Outcome:
     x, cut = first(f)
