@@ -5,7 +5,7 @@ What operations between stages can do is asked of `Rules`; `dsp.glue` has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from dsp.core.record import (
     Ref,
 )
 from dsp.core.torch_calls import Operand
-from dsp.core.watch import Watch
+from dsp.core.watch import KernelCall, Watch
 from dsp.core.writes import fix_written
 from dsp.planner import MOVES
 from dsp.planner import Value as Extents
@@ -48,6 +48,15 @@ class Rules(Protocol):
 
     def watch(self, record: Record) -> Watch:
         """A mode that sees functions of plain tensors between stages."""
+
+    def refuse_kernels(
+        self, node: Node, args: Any, kwargs: Any, calls: Sequence[KernelCall],
+        run: Callable[[Any, Any], Sequence[KernelCall]],
+    ) -> None:  # fmt: skip
+        """Raise NotationError if kernels that a stage calls would work otherwise on a part of its arguments.
+
+        run: calls the module of the stage, and returns its calls of kernels.
+        """
 
 
 def operands_of(tensors: Sequence[Tensor]) -> list[Operand]:

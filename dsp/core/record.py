@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsp.comm.layout import Axis, Cut
-from dsp.core.torch_calls import Operand
+from dsp.core.torch_calls import GlueError, Operand
 from dsp.planner import Value
 from dsp.stages.methods import NOTHING_INSIDE, InsideCost
 from dsp.stages.notation import BATCH_NAMES, TensorPattern
@@ -64,8 +64,11 @@ class Ref(Operand):
         return self.view_cuts[base_cut]
 
     def base_cut(self, cut: Layout) -> Layout:
-        """The cut of the base under which this tensor has `cut`; None if there is none."""
-        return next((c for c in self.base.cuts if self.cut_under(c) == cut), None)
+        """The cut of the base under which this tensor has `cut`; None if there is none, or `cut` is None.
+
+        Under a cut of the base that a view cannot have, such as one through a fold, it is not replicated either.
+        """
+        return None if cut is None else next((c for c in self.base.cuts if self.cut_under(c) == cut), None)
 
 
 @dataclass(eq=False)
@@ -294,6 +297,9 @@ class Driver(Protocol):
 
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of a stage, whose module is called by `call`."""
+
+    def read_in_full(self, t: Any, error: GlueError) -> None:
+        """Raise `error` if a carrier that a kernel reads, where no operation shows that, is or may be sharded."""
 
 
 class Record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,15 +29,15 @@ from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import KEPT, Fakes, Skeleton
 from dsp.core.stage_calls import StageCall
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import ATTRIBUTES_READ
+from dsp.core.torch_traits import ATTRIBUTES_READ, WITHOUT_DATA
 from dsp.core.unseen import SeenOnly, covered, refuse_functions
-from dsp.core.watch import refuse, watched
+from dsp.core.watch import KernelCall, Kernels, refuse, watched
 from dsp.core.writes import kin_of, written_operands
 from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.signature import Bound, sizes_of_root
 from dsp.stages.stage import Stage
 from dsp.support.compile_off import CompileOff
-from dsp.support.private import FLEX, any_device, compiled_callers, fake_tensor, forget_fakes, wraps_compiled
+from dsp.support.private import any_device, compiled_callers, fake_tensor, forget_fakes, wraps_compiled
 from dsp.support.python_state import Path, World
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import Edge, constants_in, edge, map_tensors, memory, remade, tensors_in, version
@@ -55,13 +56,10 @@ class Recorder:
         self, record: Record, meter: NodeMeter, persistent: Mapping[Ref, Tensor], state_of: Callable[[Stage], Any]
     ) -> None:  # fmt: skip
         self.record, self.meter, self.persistent, self.state_of = record, meter, persistent, state_of
-        self.seen = SeenOnly()
+        self.seen, self.kernels = SeenOnly(), Kernels()
         self.fills = dict[Any, Any]()  # by memory, the keys of calls that made plain tensors of one number
         self.regions, self.gradients = Regions(), Gradients()
-
-    def full(self, t: Tensor) -> Tensor:
-        """The tensor of global shape for which a carrier stands."""
-        return plain(self.operand(t))
+        self.full_reads = dict[Ref, GlueError]()  # by tensor, the error if a plan may shard it
 
     def operand(self, t: Tensor) -> Tensor:
         """The tensor that an operation gets for a carrier: itself, or the full one that an earlier call left.
@@ -78,15 +76,16 @@ class Recorder:
         refuse(what, args, kwargs)
         refuse_functions(tensor_args(args, kwargs))
         writes = written_operands(func, what, args, kwargs)
-        operand = self.full if what.name in ATTRIBUTES_READ else self.operand
-        before, tensors = self.regions.saved(), [*map(operand, tensor_args(args, kwargs))]
+        before, tensors = self.regions.saved(), [*map(self.operand, tensor_args(args, kwargs))]
+        if what.name in ATTRIBUTES_READ:
+            tensors = [*map(plain, tensors)]
         if what.in_place and (fill := self.fills.get(memory(tensors[0]))) is not None:
             self.record.filled.add(fill)
         edges = edges_into(tensors, what.in_place)
         self.meter.start()
         args_, kwargs_ = replaced(args, kwargs, iter(tensors))
         with LOCAL():  # a carrier is such a tensor itself: a view of it would take as long as the call
-            out = func(*args_, **kwargs_)
+            out = WITHOUT_DATA.get(func, func)(*args_, **kwargs_)
         return self.note(func, what, args, kwargs, out, tensors, before, writes, edges)
 
     def note(
@@ -96,7 +95,7 @@ class Recorder:
         """Add the node of an operation that returned `out`, from these tensors; writes: those that it wrote into;
         edges: to which their gradients go."""
         record = self.record
-        record.compiled |= any(getattr(f, "__module__", "") != FLEX for f in compiled_callers())
+        record.compiled |= any(True for _ in compiled_callers())
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)
         node = Node(
@@ -114,22 +113,30 @@ class Recorder:
         node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
         return self.carried(node, out)
 
+    def read_in_full(self, t: Carrier, error: GlueError) -> None:
+        error.line = line_now()
+        self.full_reads.setdefault(t.ref, error)
+
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         record = self.record
         node, bound = stage_node(record, stage, args, kwargs)
         before, carried = self.regions.saved(), tensors_in((args, kwargs))
         nested = [t for t, _ in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
-        tensors = [*map(self.full, carried)]
+        tensors = [plain(self.operand(t)) for t in carried]
         args, kwargs = map_tensors((args, kwargs), tensors)
         operands, read = [b.tensor for b in bound], dict(zip(map(id, carried), tensors))
         refuse_functions(operands)
         versions, state = [*map(version, operands)], self.state_of(stage)
         edges = [edge(read[id(t)]) for t in (*operands, *nested)]
         self.meter.start(node)
+        self.kernels.calls = ()
         with self.seen.stage():
             out = call(*args, **kwargs)
         node.stateful = state != self.state_of(stage)
         self.meter.finish(node)
+        if self.kernels.calls:
+            record.rules.refuse_kernels(node, args, kwargs, self.kernels.calls, partial(self.kernels_of, call))
+            self.meter.restart()
         results, node.constants = [*map(covered, tensors_in(out))], constants_in(out)
         node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
         node.writes = tuple(i for i, t in enumerate(operands) if version(t) != versions[i])
@@ -137,6 +144,14 @@ class Recorder:
         node.regions = self.regions.places(before)
         self.gradients.note(node, edges, map(edge, results))
         return self.carried(node, map_tensors(out, results))
+
+    def kernels_of(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Sequence[KernelCall]:
+        """The calls of kernels in the module of a stage, which `call` calls, with other arguments."""
+        self.kernels.calls = ()
+        module = call.__self__  # type: ignore[attr-defined]
+        with torch.no_grad():
+            type(module).forward(module, *args, **kwargs)  # an equal call of its own forward would not run
+        return self.kernels.calls
 
     def carried(self, node: Node, out: Any) -> Any:
         """The results of a node as carriers."""
@@ -246,8 +261,8 @@ def record_forward(
 ) -> tuple[Record, list[Path]]:  # fmt: skip
     """The record of a forward on `n` ranks, and the paths of the carriers that it leaves for later calls.
 
-    A table of which no input is a part, and that outlives the forward, is made in full: others may read it. So what it
-    is made of is no source: the forward is recorded again.
+    A table of which no input is a part is made in full if it outlives the forward, since others may read it, or if a
+    kernel reads it in full. So what it is made of is no source: the forward is recorded again.
     """
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     precision = Precision(model if options.mixed and options.dtype is None else nn.Module(), staged)
@@ -271,23 +286,34 @@ def record_forward(
             warnings.simplefilter("ignore")  # the run warns
             call = carried_inputs(record, signature, args, kwargs, sharded)
             hidden = saved_tensors_hooks(pack, unpack)  # from a checkpoint around the model
-            with hidden, CompileOff(), any_device(), copies.mode, meter, recorder.seen, watched(record):
+            with (
+                hidden,
+                CompileOff(),
+                any_device(),
+                copies.mode,
+                meter,
+                recorder.kernels,
+                recorder.seen,
+                watched(record),
+            ):
                 out = clone.module(*call[0], **call[1])
             refuse_functions(tensors_in(out))
             note_outputs(recorder, root, out, signature.bind(*call)[1])
             paths = [path for path, _ in persistent_tensors(clone.module, args, kwargs)]
             reached = World(clone.module, args, kwargs).seen.values() if record.sources else ()
-            outliving = {t.ref for t in reached if isinstance(t, Carrier)}
+            full = {*recorder.full_reads, *(t.ref for t in reached if isinstance(t, Carrier))}
     except Casts:
         return record_forward(model, stages, root, *inputs, n, rules, options._replace(mixed=False))
     finally:
         copies.end()
-    if more := made_of_sources(record, outliving) - options.no_sources:
+    if more := made_of_sources(record, full) - options.no_sources:
         options = options._replace(no_sources=options.no_sources | more)
         return record_forward(model, stages, root, *inputs, n, rules, options)
     if not record.filled <= options.filled | options.no_sources:
         options = options._replace(filled=options.filled | record.filled)
         return record_forward(model, stages, root, *inputs, n, rules, options)
+    for error in recorder.full_reads.values():
+        raise error
     if clone.before != clone.state():
         return record_forward(model, stages, root, *inputs, n, rules, options._replace(equal=False))
     meter.start()
@@ -322,8 +348,8 @@ def note_outputs(recorder: Recorder, root: StagePattern | None, out: Any, bound:
     }
 
 
-def made_of_sources(record: Record, outliving: set[Ref]) -> frozenset[Any]:
-    """The keys of the sources that tensors which outlive the forward are made of, and of nothing but sources."""
+def made_of_sources(record: Record, tensors: set[Ref]) -> frozenset[Any]:
+    """The keys of the sources that those of the tensors are made of that are made of nothing but sources."""
     keys: dict[int, frozenset[Any]] = {}  # by memory, while no input is a part of it
     node_keys = {id(node): key for key, nodes in record.by_key.items() for node in nodes}
     for node in record.nodes:
@@ -334,7 +360,7 @@ def made_of_sources(record: Record, outliving: set[Ref]) -> frozenset[Any]:
         else:
             for ref in node.results or node.refs[:1]:
                 keys.pop(ref.memory, None)
-    return frozenset[Any]().union(*(keys.get(ref.memory, frozenset()) for ref in outliving))
+    return frozenset[Any]().union(*(keys.get(ref.memory, frozenset()) for ref in tensors))
 
 
 def copied(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ from dsp.core.inputs import Inputs, refuse_meshes
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, floats_of, key_part, node_key
 from dsp.core.offers import Rules, stage_node
 from dsp.core.record import Layout, Node, Offer, Record, replicated
-from dsp.core.torch_calls import replaced, tensor_args
+from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import ATTRIBUTES_READ
 from dsp.core.unplanned import Unplanned, runs_by_rule
 from dsp.core.unseen import covered, refuse_functions
@@ -88,7 +88,7 @@ class Runner:
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         if saving_hooks(False) is not None:
-            keep_arguments()
+            keep_arguments(self.record.compiled)
         key = exact_key(func, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs, first)
         if ready is None:
@@ -181,11 +181,15 @@ class Runner:
             results.append(made(self.record, local, r, cut))
         return results
 
+    def read_in_full(self, t: Carrier, error: GlueError) -> None:
+        if t.cut is not None:
+            raise error
+
     # --- a stage ---
 
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if saving_hooks(False) is not None:
-            keep_arguments()
+            keep_arguments(self.record.compiled)
         key = exact_key(stage, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs)
         node, offer, local, _, slots, nested = ready or self.ready_stage(key, at, stage, call, args, kwargs)
@@ -363,6 +367,9 @@ class Outside:
 
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self.runner.stage(stage, call, args, kwargs)
+
+    def read_in_full(self, t: Carrier, error: GlueError) -> None:
+        self.runner.read_in_full(t, error)
 
 
 def carrier_copy(t: Carrier, memo: dict[int, Any]) -> Carrier:

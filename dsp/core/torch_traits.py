@@ -176,6 +176,8 @@ DTYPE_ARG = {"to": 1, "type_as": 1, "new_zeros": 0, "new_ones": 0, "new_full": 0
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {}
 KERNELS: dict[str, Callable[..., Any]] = {}
 KEYWORDS: dict[str, str] = {}
+# by written-out function, what gives its results while a forward is recorded, where it needs data
+WITHOUT_DATA: dict[Any, Callable[..., Any]] = {}
 # functions of which each rank can make its part of the result alone, though no argument is sharded; those of them that
 # fill the result with a number; and others that may make a long tensor of short ones, as `rows[:, None] - cols`
 SOURCES: set[str] = set()

@@ -1,4 +1,4 @@
-"""A torch-function mode for what carriers do not see: functions of plain tensors, and transforms of torch.func.
+"""Torch-function modes for what carriers do not see: functions of plain tensors, and transforms of torch.func.
 
 A watch is on while a forward is recorded, and while one runs that has no plan; in a planned run only if the record has
 a node without a carrier among its operands. It is off inside stages.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.overrides import TorchFunctionMode
 
 from dsp.core.arguments import unrunnable, without_data_of
-from dsp.core.carrier import Carrier
+from dsp.core.carrier import Carrier, first_carrier
 from dsp.core.record import Record
 from dsp.core.torch_calls import NUMBERS, by_position, tensor_args
-from dsp.core.torch_traits import UNRUNNABLE, Traits, traits
+from dsp.core.torch_traits import UNRUNNABLE, WITHOUT_DATA, Traits, traits
 from dsp.support.private import (
     OpOverload,
     Recompute,
@@ -71,6 +71,29 @@ class Watch(TorchFunctionMode):
         if frame is not None and not Recompute.known(frame, Watch):
             turns = dict(self.turns or {})
             Recompute(frame, Watch, lambda: type(self)(self.record, {**turns, "pass": backward_pass()}))
+
+
+class KernelCall(NamedTuple):
+    """A call of a kernel: its written-out function, and the arguments."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+
+
+class Kernels(TorchFunctionMode):
+    """Gives the results of kernels on plain tensors, such as in stages, while a forward is recorded: kernels have no
+    form for tensors without data. calls: those since a stage began."""
+
+    calls: tuple[KernelCall, ...] = ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        function = traits(func).decomposition
+        if function not in WITHOUT_DATA or first_carrier((*args, *kwargs.values())) is not None:
+            return func(*args, **kwargs)
+        self.calls = *self.calls, KernelCall(function, args, kwargs)
+        return WITHOUT_DATA[function](*args, **kwargs)
 
 
 def watched(record: Record) -> Any:

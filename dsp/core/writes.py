@@ -20,7 +20,7 @@ from dsp.core.carrier import Carrier, base_of, carry, copies_of, link, plain
 from dsp.core.functions import ALIASES, DENSE, FOLDS
 from dsp.core.record import Layout, Node, Offer, Record, Ref
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import written
+from dsp.core.torch_traits import WITHOUT_DATA, written
 from dsp.core.unseen import refuse_functions
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import memory, overlap, tensors_in, version
@@ -70,7 +70,7 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tenso
     try:
         args, kwargs = replaced(args, kwargs, iter(models))
         args = [dict(v) if type(v) is dict else v for v in args]  # a memo of copies gets none of these
-        return models, tensors_in(func(*args, **kwargs))
+        return models, tensors_in(WITHOUT_DATA.get(func, func)(*args, **kwargs))
     except Exception:
         return None
 

@@ -37,11 +37,12 @@ from dsp.discovery.shapes import Shapes
 from dsp.report.plan import Goal, plan_stages
 from dsp.stages.known import stages_of
 from dsp.stages.notation import NotationError
+from dsp.stages.parts import call_part
 from dsp.support.formatting import Moving, number_of
 from dsp.support.private import FakeTensorMode, fake_tensor, pytree
 from dsp.support.python_state import World
 from dsp.support.tensors import remade, tensors_in
-from dsp.verify.slices import Probe, call_part, copies
+from dsp.verify.slices import Probe, copies
 
 log = logging.getLogger("dsp")
 

@@ -21,7 +21,8 @@ from dsp.core.torch_calls import replaced
 from dsp.discovery.dims import outcome_of, ranks_for
 from dsp.discovery.recording import Recording
 from dsp.glue.rules import Outcome
-from dsp.verify.slices import Probe, call_part, copied
+from dsp.stages.parts import call_part
+from dsp.verify.slices import Probe, copied
 
 Cuts = Sequence[Cut | None]
 

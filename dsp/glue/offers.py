@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from dsp.comm.layout import Axis, Cut
 from dsp.core.functions import PRODUCTS, draws
 from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced
+from dsp.core.watch import KernelCall
 from dsp.glue.local import LocalRule, frame_of
+from dsp.glue.positions import refuse_positions
 from dsp.glue.rules import Frame, Outcome
 from dsp.glue.sources import SourceWatch, source_offers
 from dsp.glue.traffic import inner_collectives
@@ -91,6 +93,12 @@ class ShardingRules:
 
     def watch(self, record: Record) -> SourceWatch:
         return SourceWatch(record)
+
+    def refuse_kernels(
+        self, node: Node, args: Any, kwargs: Any, calls: Sequence[KernelCall],
+        run: Callable[[Any, Any], Sequence[KernelCall]],
+    ) -> None:  # fmt: skip
+        refuse_positions(node, args, kwargs, calls, run)
 
 
 class Combinations:

@@ -22,7 +22,7 @@ from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
 from dsp.stages.methods import NOTHING_INSIDE, InsideCost, StageMethod
 from dsp.stages.stage import clean
-from dsp.support.private import FakeTensor, checkpoint_frame, compiled_callers, storage_id
+from dsp.support.private import FLEX, FakeTensor, checkpoint_frame, compiled_callers, storage_id
 from dsp.support.source_lines import line_now
 
 
@@ -199,5 +199,6 @@ def place(paths: dict[int, str]) -> str:
 
 
 def compiled() -> list[str]:
-    """The functions that torch.compile was given and that run, by name: they run uncompiled."""
-    return [getattr(f, "__qualname__", type(f).__name__) for f in compiled_callers()]
+    """The functions that torch.compile was given and that run uncompiled, by name; a rule compiles flex_attention."""
+    named = [f for f in compiled_callers() if getattr(f, "__module__", "") != FLEX]
+    return [getattr(f, "__qualname__", type(f).__name__) for f in named]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # from a 
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # placements, global shape and strides
 from torch.distributed.tensor.placement_types import _StridedShard  # a dim inside a fold, sharded
+from torch.fx.experimental.proxy_tensor import get_proxy_mode  # is set while a graph is traced
 from torch.multiprocessing.reductions import StorageWeakRef  # identifies the memory of a tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # the base of all batch norms
 from torch.nn.modules.dropout import _DropoutNd  # the base of all dropouts
@@ -236,8 +237,24 @@ def compiling(kinds: int) -> Iterator[None]:
         torch.compiler.set_stance("default"),
         torch._dynamo.config.patch(recompile_limit=kinds),
         _disable_current_modes(),
+        real_tensors_packed(),
     ):
         yield
+
+
+def real_tensors_packed() -> AbstractContextManager[Any]:
+    """A context in which saved-tensor hooks, such as a checkpoint's, get no tensor of a trace: the trace would run the
+    checkpoint again to unpack it."""
+    hooks = saving_hooks(False)
+    if hooks is None:
+        return nullcontext()
+
+    def pack(t: Tensor) -> tuple[bool, Any]:
+        if type(t) in (Tensor, nn.Parameter) and get_proxy_mode() is None:
+            return True, hooks[0](t)
+        return False, t if t.grad_fn is None else t.detach()  # a node that saves its own result would hold itself
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda held: hooks[1](held[1]) if held[0] else held[1])
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:

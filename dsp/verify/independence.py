@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from dsp.comm.layout import Cut
 from dsp.core.inputs import described
+from dsp.stages.parts import call_part, part, slices
 from dsp.stages.stage import Stage, cut_for
 from dsp.support.tensors import tensors_in
 from dsp.verify.modes import called
 from dsp.verify.report import Report
-from dsp.verify.slices import call_part, copied, error, part, slices
+from dsp.verify.slices import copied, error
 
 Cuts = list[Cut | None]
 

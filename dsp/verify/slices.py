@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from dsp.comm import randomness
 from dsp.comm.collectives import inexact
 from dsp.comm.layout import Cut
-from dsp.stages.signature import Arguments, Signature
+from dsp.stages.parts import call_part, part, slices
+from dsp.stages.signature import Signature
 from dsp.stages.stage import cut_for
 from dsp.support.compile_off import CompileOff
 from dsp.support.private import TorchDispatchMode, applied, pytree
@@ -46,31 +47,6 @@ def copies(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[torch.dty
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for dtype in dict.fromkeys((torch.float64, own)):
         yield (dtype, cast(model, dtype), *cast((args, kwargs), dtype))
-
-
-def slices(size: int) -> list[tuple[int, int]]:
-    """(start, length) of uneven parts of a dim; they cover it, and one begins at no even boundary."""
-    middle = max(1, size // 3)
-    odd = [(1, size - 2)] if size > 3 else []
-    return [(0, middle), (middle, size - middle), *odd]
-
-
-def part(t: Tensor, cut: Cut, size: int, start: int, length: int) -> Tensor:
-    """A slice of the dim of `size` that `cut` names, inside its fold."""
-    inner = t.shape[cut.dim] // (cut.folds * size)
-    fine = t.unflatten(cut.dim, (cut.folds, size, inner)).narrow(cut.dim + 1, start, length)
-    return fine.flatten(cut.dim, cut.dim + 2)
-
-
-def call_part(
-    signature: Signature, args: Any, kwargs: Any, cuts: Sequence[Cut | None], size: int, start: int, length: int
-) -> Arguments:
-    """The call with a slice of every tensor argument that has a cut in `cuts` (in the order of `bind`)."""
-    call, bound = signature.bind(args, kwargs)
-    for b, cut in zip(bound, cuts):
-        if cut is not None:
-            call.replace(b, part(b.tensor, cut, size, start, length))
-    return call
 
 
 def smaller(

@@ -17,11 +17,11 @@ ROOMS = {
     "support": "formatting private source_lines compile_off python_state tensors",
     "comm": """messages formats wire hardware observers gradients exchange node_routes routes packed collectives pending
         traffic_formulas count layout halo balanced_rows moves randomness ops""",
-    "stages": "notation signature methods stage known pipelines",
+    "stages": "notation signature parts methods stage known pipelines",
     "core": """torch_calls torch_traits arguments functions precision reads unrecorded skeleton equal_modules record
         carrier meter backward keys unseen watch writes copies offers checkpoints inputs persistent growth unplanned
         stage_calls recording run hooks gradient_hooks placement decide observed parallel""",
-    "glue": "rules traffic local sources offers",
+    "glue": "rules traffic local sources positions offers",
     "glue.rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out""",
     "overlap": "options hidden chunked pieces choice ahead",

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from dsp.comm.balanced_rows import RowDeal, deal_of
+from dsp.comm.gradients import NoView
 from dsp.comm.layout import Cut, chunk
+from dsp.core.carrier import Carrier
 from dsp.core.torch_calls import GlueError
 from dsp.glue.rules.attention import shared_heads
 from dsp.glue.rules.call import DealtRows, Frame, Outcome, rule
 from dsp.support.private import FLEX, _disable_current_modes, compiling
-from dsp.support.tensors import is_shard
 
 KERNELS = 64  # pairs of functions, and kinds of shapes, that one process compiles the kernel for
 ROUNDS = 16  # rounds of dealing at least, if there are enough blocks of queries, so that uneven work is spread
@@ -31,12 +32,13 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     its kernel itself, fused on any device except a CPU.
     """
     if has_torch_function((query, key, value)):
-        if any(map(is_shard, captured_by(rest))):
-            raise unreadable()
+        for t in captured_by(rest):
+            if isinstance(t, Carrier):
+                t.record.driver.read_in_full(t, unreadable())
         return handle_torch_function(flex_attention, (query, key, value), query, key, value, *rest)
     with compiling(KERNELS):
         compiled = kernel("eager" if query.device.type == "cpu" else "inductor")
-        parts = (t.view_as(t) for t in (query, key, value))  # plain views, which the kernel keeps for backward
+        parts = map(NoView.apply, (query, key, value))  # the compiler reads the base of a view, which may be a carrier
         out, *said = compiled(*parts, *rest[:4])  # the compiler finds the tensors that functions read
     lse, largest = (t if t.numel() else out.new_zeros(()).expand(out.shape[:-1]) for t in said)  # if not requested
     return out, lse, largest
@@ -70,8 +72,8 @@ def kernel(backend: str) -> Callable[..., Any]:
     return torch.compile(flex, backend=backend, fullgraph=True)
 
 
-def rehearsed(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Results for tensors without data, with the cost of attention without a mask."""
+def without_data(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Results while a forward is recorded, with the cost of attention without a mask."""
     groups = query.shape[1] // key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=groups > 1)
     lse = out.mean(-1, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsp.core.torch_traits import KERNELS, KEYWORDS, WRITTEN_OUT, traits
+from dsp.core.torch_traits import KERNELS, KEYWORDS, WITHOUT_DATA, WRITTEN_OUT, traits
 from dsp.glue.rules.attention import packed
-from dsp.glue.rules.flex import flex_attention
+from dsp.glue.rules.flex import flex_attention, without_data
 
 
 def multi_head_attention(
@@ -230,6 +230,7 @@ KERNELS.update({
     "flex_attention": flex_attention,
     **dict.fromkeys(("torch_attn._varlen_attn", "torch_attn._varlen_attn.default"), packed),
 })  # fmt: skip
+WITHOUT_DATA[flex_attention] = without_data
 KEYWORDS.update({
     "input": "x", "self": "x", "mat1": "a", "batch1": "a", "mat2": "b", "batch2": "b",
     "embed_dim_to_check": "embed_dim", "num_heads": "heads", "in_proj_weight": "in_weight", "in_proj_bias": "in_bias",
