@@ -301,6 +301,9 @@ FORMS: dict[str, list[Form]] = {
         for s in shapes]) for e, shapes in EQUATIONS[:3]],
     "cdist": [form(x(*A), x(4, 5, 3)), form(x(6, 2), x(4, 2), 1.0), form(x(2, 6, 3), x(4, 3), p=2.0),
         form(x(26, 2), x(1, 3, 2))],  # none is nought: by products that is rounding alone
+    "pairwise_distance": [
+        form(x(*A), x(6, 3)), form(x(*B), x(2, 1, 4), 1.0), form(x1=x(*A), x2=x(*A) + 1, p=3.0, keepdim=True),
+        form(x(4, 6), x(6), eps=0.1, keepdim=True), form(x(0, 3), x(0, 3)), form(x(3), x(3))],
     "cross": [form(x(*A), x(*A), dim=-1), form(x(*A), x(6, 3), dim=2), form(x(4, 3, 2), x(4, 3, 2), dim=1)],
     **each("inv inverse pinv det logdet slogdet matrix_exp cholesky qr svd svdvals eigh eigvalsh",
         [form(definite(4)), form(definite(2, 3))]),

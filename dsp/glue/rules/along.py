@@ -147,6 +147,14 @@ def cross(f: Frame) -> Outcome:
     return outcome
 
 
+@rule("pairwise_distance")
+def pairwise_distance(f: Frame) -> Outcome:
+    position, outcome = align(f, [f.get(0, "x1"), f.get(1, "x2")])
+    if position == -1:
+        raise f.refuse("it adds up along the sharded dim")
+    return outcome
+
+
 @rule("gather take_along_dim")
 def taken_by_index(f: Frame) -> Outcome:
     x, swapped = f.get(0, "input"), f.name == "take_along_dim"
