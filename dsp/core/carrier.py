@@ -27,7 +27,7 @@ from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
 from dsp.core.torch_calls import NUMBERS, GlueError, by_position
 from dsp.core.torch_traits import traits
-from dsp.support.private import FakeTensor, OpOverload, storage_id
+from dsp.support.private import FakeTensor, OpOverload, below_autograd, storage_id
 from dsp.support.tensors import memory, tensors_in, version
 
 LOCAL = torch._C.DisableTorchFunctionSubclass
@@ -61,7 +61,7 @@ class Carrier(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, OpOverload):  # below autograd, where dispatch modes see parts
+        if isinstance(func, OpOverload) and below_autograd():  # where dispatch modes see parts
             arrive_all(args, kwargs)
             with LOCAL():
                 return func(*args, **kwargs)

@@ -64,7 +64,7 @@ def op_name(func: Any) -> tuple[str, bool]:
     """(plain name, whether it reads an attribute): ``Tensor.__iadd__`` is "iadd", ``x.shape`` is ("shape", True)."""
     if func in HOMONYMS:
         return HOMONYMS[func], False
-    name = getattr(func, "__name__", str(func))
+    name = getattr(func, "__name__", None) or type(func).__name__  # no address, which differs between ranks
     if name == "__get__":
         return getattr(func.__self__, "__name__", "?"), True
     if getattr(func, "__module__", None) == "torch.foreach":  # since torch 2.15; before, their names began so

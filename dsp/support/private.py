@@ -283,6 +283,11 @@ def after_backward(call: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def below_autograd() -> bool:
+    """Tell whether autograd has let go of a call, and a dispatch mode looks at it."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality))
+
+
 functions_seen = torch._C._is_torch_function_enabled  # tells whether torch functions are handed to subclasses
 BELOW = torch._C._DisableTorchDispatch  # a context in which no dispatch mode or tensor without data sees an operation
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # the active saved-tensor hooks
@@ -438,6 +443,7 @@ __all__ = [
     "backward_node",
     "backward_pass",
     "base_of",
+    "below_autograd",
     "buffers_of",
     "checkpoint_arguments",
     "checkpoint_frame",

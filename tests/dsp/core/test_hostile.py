@@ -366,6 +366,22 @@ def test_what_torchscript_compiled_runs_whole(mesh: DeviceMesh, f: Any) -> None:
         torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x), expect)
 
 
+def test_a_traced_module_has_one_name_on_all_ranks(mesh: DeviceMesh) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is old
+        traced = torch.jit.trace(nn.Softmax(1), torch.ones(1, 7, 4).double())
+    model = dsp.parallelize(Does(lambda m, x: traced(x) * x), mesh, {"": "x=b t c"})
+    x = torch.randn(2, 7, 4).double()
+    torch.testing.assert_close(model(x), x.softmax(1) * x)
+
+
+def test_an_overload_of_an_op_is_an_operation(mesh: DeviceMesh) -> None:
+    """It would run on a rank's part of the tensor as if that were the full tensor."""
+    op = torch.ops.aten.cumsum.default
+    x = torch.randn(2, 6, 5, C, dtype=torch.float64)
+    exact(SpaceTime(lambda m, x: m.time(op(m.space(x), 1) + op(m.space(x), 2))).double(), mesh, (x,), rounds=2)
+
+
 def test_a_sharded_tensor_that_leaves_in_an_object(mesh: DeviceMesh) -> None:
     """Its gradient is right by full_tensor(), and refused by any other way out."""
     single = Does(lambda m, x: setattr(m, "kept", x * m.w) or x.mean(), w=nn.Parameter(torch.rand(4).double()))

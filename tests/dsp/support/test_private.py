@@ -224,11 +224,13 @@ def dispatch_mode() -> None:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.ops.append(func._schema.name)
+            assert private.below_autograd()
             return func(*args, **(kwargs or {}))
 
     with Seen() as seen:
         nn.Linear(3, 3)(torch.ones(2, 3))
     assert "aten::addmm" in seen.ops
+    assert not private.below_autograd()
     assert isinstance(torch.ops.aten.addmm.default, private.OpOverload)
     assert torch.ops.dsp.switch.default.namespace == "dsp"
 
