@@ -565,11 +565,11 @@ def operations(machine: Machine, dtype: torch.dtype) -> Row:
     group = alone(machine).get_group().group_name
     x = torch.randint(0, 2, (2, 6, 4), device=machine.device).to(dtype)
     x.requires_grad_(dtype.is_floating_point)
-    ops = torch.ops.dsp
+    ops, plain = torch.ops.dsp, ([], [], "same", "same")
     made = {
         "switch": ops.switch(x, 1, 2, 6, group), "two halves": PendingSwitch(x, 1, 2, 6, group).wait(),
-        "switch_many": ops.switch_many([x], [1], [2], [6], group)[0],
-        "switch_each": ops.switch_each([x], [1], [2], [6], group, [], [])[0], "gather": ops.gather(x, 1, 6, group),
+        "several switches": ops.switch_many([x], [1], [2], [6], group, [0], *plain)[0],
+        "at once": ops.switch_many([x], [1], [2], [6], group, [], *plain)[0], "gather": ops.gather(x, 1, 6, group),
         "switch_among": ops.switch_among(x, 1, 2, [6], [4], [0], group),
     }  # fmt: skip
     if dtype not in (torch.bool, torch.complex64):

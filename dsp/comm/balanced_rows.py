@@ -9,22 +9,15 @@ arrive one after the other.
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from dsp.comm.collectives import implement
-from dsp.comm.exchange import EXACT, dense, exchanged, like, order_of, ranks
+from dsp.comm.collectives import AlongDim, exchanges, resized
+from dsp.comm.exchange import order_of, ranks
 from dsp.comm.halo import RowTraffic, row_traffic
-from dsp.comm.observers import run_observed, save_observer
-from dsp.comm.traffic_formulas import counts, nbytes
 from dsp.planner import chunk_sizes
-
-_lib = torch.library.Library("dsp", "FRAGMENT")
-_lib.define("deal(Tensor x, int dim, int size, int step, str group) -> Tensor", tags=EXACT)
-_lib.define("collect(Tensor x, int dim, int size, int step, str group) -> Tensor", tags=EXACT)
 
 
 class RowDeal:
@@ -86,72 +79,29 @@ def deal_of(size: int, n: int, step: int) -> RowDeal:
     return RowDeal(size, n, step)
 
 
-def _deal(x: Tensor, dim: int, size: int, step: int, group: str) -> Tensor:
+def _exchange(x: Tensor, dim: int, size: int, step: int, group: str, back: bool = False) -> AlongDim:
     n, rank = ranks(group)
-    deal = deal_of(size, n, step)
-    lead = x.movedim(dim, 0)
-    send, rest = lead.index_select(0, deal.order(rank, x.device)[0]), lead.shape[1:].numel()
-    come, go = ([k * rest for k in way] for way in (deal.traffic.taken(rank), deal.traffic.given(rank)))
-    made = exchanged(send.reshape(-1), come, go, group).view(deal.own(rank), *lead.shape[1:])
-    return dense(made.movedim(0, dim), order_of(x))
+    deal, form = deal_of(size, n, step), (tuple(x.shape), order_of(x))
+    chunk, dealt = deal.traffic.given(rank), deal.traffic.taken(rank)
+    if back:
+        return AlongDim(form, dim, group, dealt, chunk, make=lambda y: y.index_select(0, deal.order(rank, y.device)[1]))
+    return AlongDim(form, dim, group, chunk, dealt, lambda y: y.index_select(0, deal.order(rank, y.device)[0]))
 
 
-def _collect(x: Tensor, dim: int, size: int, step: int, group: str) -> Tensor:
+def _rows_of(x: Tensor, dim: int, size: int, step: int, group: str, back: bool = False) -> Tensor:
     n, rank = ranks(group)
-    deal = deal_of(size, n, step)
-    lead = x.movedim(dim, 0).contiguous()
-    rest = lead.shape[1:].numel()
-    come, go = ([k * rest for k in way] for way in (deal.traffic.given(rank), deal.traffic.taken(rank)))
-    came = exchanged(lead.view(-1), come, go, group).view(-1, *lead.shape[1:]) if rest else lead
-    made = came.index_select(0, deal.order(rank, x.device)[1])
-    return dense(made.movedim(0, dim), order_of(x))
+    return resized(x, {dim: chunk_sizes(size, n)[rank] if back else deal_of(size, n, step).own(rank)})
 
 
-def _rows_of(x: Tensor, dim: int, rows: int) -> Tensor:
-    return like(x, [*x.shape[:dim], rows, *x.shape[dim + 1 :]])
-
-
-for _name, _kernel in (("deal", _deal), ("collect", _collect)):
-    implement(_lib, _name, _kernel)
-
-
-@torch.library.register_fake("dsp::deal", lib=_lib)
-def _(x: Tensor, dim: int, size: int, step: int, group: str) -> Tensor:
-    n, rank = ranks(group)
-    return _rows_of(x, dim, deal_of(size, n, step).own(rank))
-
-
-@torch.library.register_fake("dsp::collect", lib=_lib)
-def _(x: Tensor, dim: int, size: int, step: int, group: str) -> Tensor:
-    n, rank = ranks(group)
-    return _rows_of(x, dim, chunk_sizes(size, n)[rank])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    save_observer(ctx)
-    ctx.where = inputs[1:]
-
-
-def _back(op: str) -> Any:
-    def back(ctx: Any, grad: Tensor) -> Any:
-        return run_observed(ctx, getattr(torch.ops.dsp, op), grad, *ctx.where), None, None, None, None
-
-    return back
-
-
-torch.library.register_autograd("dsp::deal", _back("collect"), setup_context=_keep, lib=_lib)
-torch.library.register_autograd("dsp::collect", _back("deal"), setup_context=_keep, lib=_lib)
-
-
-@counts("rows", "deal")
-def _dealt(x: Tensor, dim: int, size: int, step: int, group: str) -> int:
-    n, rank = ranks(group)
-    return nbytes(x) // max(x.shape[dim], 1) * (x.shape[dim] - deal_of(size, n, step).traffic.given(rank)[rank])
-
-
-@counts("rows", "collect")
-def _collected(x: Tensor, dim: int, size: int, step: int, group: str) -> int:
-    return _dealt(x, dim, size, step, group)
+exchanges(
+    "deal(Tensor x, int dim, int size, int step, str group) -> Tensor", _exchange, _rows_of,
+    lambda g, shape, *where: torch.ops.dsp.collect(g, *where), "rows",
+)  # fmt: skip
+exchanges(
+    "collect(Tensor x, int dim, int size, int step, str group) -> Tensor",
+    partial(_exchange, back=True), partial(_rows_of, back=True),
+    lambda g, shape, *where: torch.ops.dsp.deal(g, *where), "rows",
+)  # fmt: skip
 
 
 def deal_rows(x: Tensor, dim: int, deal: RowDeal, group: str) -> Tensor:

@@ -2,7 +2,8 @@
 
 Each is one collective with the exact uneven sizes: no padding, no exchange of sizes, no all-gather in disguise, on
 every backend. As custom ops they have fake kernels (for torch.compile), autograd formulas (the adjoint of each is
-another of them), and names that selective checkpointing and profilers see.
+another of them), and names that selective checkpointing and profilers see. Most are an exchange: a function from an
+op's arguments to its `ExchangePlan` is its kernel and its bytes (`exchanges`).
 
 Sizes follow `torch.chunk`, except in `switch_among`, which gets the part of each of some ranks. `group` is the name of
 a process group, for a switch with the ways that it may go (`dsp.comm.node_routes`). `wire` names the format in which a
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
+from functools import cache, lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,41 +23,33 @@ from torch import Tensor
 
 from dsp.comm.exchange import (
     CARRIED,
-    EXACT,
+    Among,
+    Bytes,
+    ExchangePlan,
+    Form,
+    Together,
     alone,
     as_sent,
-    begun,
     dense,
-    exchanged,
-    go_on,
+    in_format,
     joint_plan,
     launched,
     like,
     order_of,
     ranks,
+    run,
     switch_plan,
     switch_plan_of_parts,
     wait,
 )
 from dsp.comm.observers import notify, run_observed, save_observer
+from dsp.comm.traffic_formulas import COLLECTIVES, counts, sent
 from dsp.comm.wire import SAME, format_of
 from dsp.planner import chunk_sizes
+from dsp.support.private import arrives_by
 
+EXACT = torch.Tag.needs_exact_strides  # results have the memory order of the arguments: a compiler may not change it
 _lib = torch.library.Library("dsp", "DEF")
-for _op in (
-    "switch(Tensor x, int src, int dst, int src_size, str group, int[] src_pieces=[], int[] dst_pieces=[], "
-    "str wire='same', str back='same') -> Tensor",
-    "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor",
-    "switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] of=[], "
-    "str wire='same', str back='same') -> Tensor[]",
-    "switch_each(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] src_pieces, int[] dst_pieces, "
-    "str wire='same', str back='same') -> Tensor[]",
-    "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
-    "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
-    "all_reduce(Tensor x, str group) -> Tensor",
-    "start(Tensor send, int[] out_splits, int[] in_splits, str group, int total) -> Tensor",  # to be waited for
-):
-    _lib.define(_op, tags=EXACT)
 
 
 def inexact(x: Tensor) -> bool:
@@ -84,77 +77,259 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return added_in(torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype)
 
 
+# ----------------------------------------------------------------------------------------------------------------- ops
+
+
+def collective(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], back: Callable[..., Any] | None = None
+) -> str:
+    """Define an op on plain local tensors, on every device, and return its name.
+
+    fake: makes the result without data. back: from the gradient, the shape of the op's tensor and its other arguments
+    to the tensor's gradient. Of an op on several tensors: from the gradients that there are, the numbers of their
+    tensors, the shapes of all tensors and the other arguments.
+    """
+    name = schema.partition("(")[0]
+
+    def fresh(*args: Any) -> Any:
+        notify(name, *args)
+        out = kernel(*args)
+        return list(map(alone, out)) if isinstance(out, list) else alone(out)
+
+    def backward(ctx: Any, grad: Any) -> Any:
+        if type(ctx.shape) is torch.Size:
+            return run_observed(ctx, back, grad, ctx.shape, *ctx.where), *[None] * len(ctx.where)  # type: ignore[arg-type]
+        asks = [i for i in ctx.asks if grad[i] is not None]  # a result that no rank used has none
+        some = [grad[i] for i in asks]
+        found = dict(zip(asks, run_observed(ctx, back, some, asks, ctx.shape, *ctx.where))) if asks else {}  # type: ignore[arg-type]
+        # torch takes an empty list for one of tensors
+        return [found.get(i) for i in range(len(grad))], *([] if value == [] else None for value in ctx.where)
+
+    _lib.define(schema, tags=EXACT)
+    for device in ("CPU", "CUDA"):
+        _lib.impl(name, fresh, device)
+    torch.library.register_fake(f"dsp::{name}", fake, lib=_lib)
+    if back is not None:
+        torch.library.register_autograd(f"dsp::{name}", backward, setup_context=_keep, lib=_lib)
+    return name
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    save_observer(ctx)
+    x, *ctx.where = inputs
+    if isinstance(x, Tensor):
+        ctx.shape = x.shape
+    else:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.asks = [t.shape for t in x], [i for i, t in enumerate(x) if t.requires_grad]
+
+
+def exchanges(
+    schema: str, plan: Callable[..., ExchangePlan], fake: Callable[..., Any], back: Callable[..., Any], kind: str,
+    kernel: Callable[[Any, Tensor], Tensor] = run,
+) -> None:  # fmt: skip
+    """Define an op on one tensor that is an exchange, which `plan` makes of its arguments, counted as `kind`."""
+    name = collective(schema, lambda x, *where: kernel(plan(x, *where), x), fake, back)
+    COLLECTIVES[name] = lambda x, *where: sent(kind, plan(x, *where), x)
+
+
+def resized(x: Tensor, sizes: dict[int, int]) -> Tensor:
+    """A new tensor like x, with other sizes of some dims."""
+    return like(x, [sizes.get(d, size) for d, size in enumerate(x.shape)])
+
+
+def _own(size: Any, pieces: Sequence[int], group: str) -> int:
+    n, rank = ranks(group)
+    return chunk_sizes(tuple(pieces) or int(size), n)[rank]
+
+
+# ------------------------------------------------------------------------------------------------------------ switches
+
+ops = torch.ops.dsp
+
+
 def _switch(
     x: Tensor, src: int, dst: int, src_size: int, group: str, src_pieces: Sequence[int] = (),
     dst_pieces: Sequence[int] = (), wire: str = SAME, back: str = SAME,
-) -> Tensor:  # fmt: skip
+) -> ExchangePlan:  # fmt: skip
     plan = switch_plan(x, src, dst, src_size, group, src_pieces, dst_pieces)
-    return plan.unpack(plan.exchange(plan.pack(x), group, None if wire == SAME else format_of(wire, x.dtype)))
+    return plan if wire == SAME else in_format(plan, wire, x.dtype)
+
+
+exchanges(
+    "switch(Tensor x, int src, int dst, int src_size, str group, int[] src_pieces=[], int[] dst_pieces=[], "
+    "str wire='same', str back='same') -> Tensor",
+    _switch,
+    lambda x, src, dst, size, group, src_pieces=(), dst_pieces=(), *wire: resized(
+        x, {src: size, dst: _own(x.shape[dst], dst_pieces, group)}
+    ),
+    lambda g, shape, src, dst, size, group, came, gone, wire, back: ops.switch(
+        g, dst, src, shape[dst], group, gone, came, back, wire
+    ),
+    "switch",
+)
 
 
 def _switch_among(
     x: Tensor, src: int, dst: int, src_parts: list[int], dst_parts: list[int], among: list[int], group: str
-) -> Tensor:
-    rank = among.index(ranks(group)[1])
-    plan = switch_plan_of_parts(tuple(x.shape), src, dst, tuple(src_parts), tuple(dst_parts), rank, order_of(x))
-    return plan.unpack(plan.exchange_among(plan.pack(x), among, group))
+) -> ExchangePlan:
+    rank, parts = among.index(ranks(group)[1]), (tuple(src_parts), tuple(dst_parts))
+    return Among(switch_plan_of_parts(tuple(x.shape), src, dst, *parts, rank, order_of(x), group), among)
 
 
-def _switch_many(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: Sequence[int] = (),
-    wire: str = SAME, back: str = SAME,
-) -> list[Tensor]:  # fmt: skip
-    if any(format_of(wire, x.dtype) for x in xs):
-        return import_module("dsp.comm.packed").switch_packed(xs, src, dst, src_size, group, of, wire)
-    if len({x.dtype for x in xs}) > 1:  # as bytes, in a dim of their own
-        raw = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
-        return [y.view(x.dtype).squeeze(-1) for x, y in zip(xs, _switch_many(raw, src, dst, src_size, group))]
-    plan = joint_plan(xs, src, dst, src_size, group)
-    return plan.unpack(exchanged(plan.pack(xs), plan.out_splits, plan.in_splits, group, None, plan))
+exchanges(
+    "switch_among(Tensor x, int src, int dst, int[] src_parts, int[] dst_parts, int[] among, str group) -> Tensor",
+    _switch_among,
+    lambda x, src, dst, src_parts, dst_parts, among, group: resized(
+        x, {src: sum(src_parts), dst: dst_parts[among.index(ranks(group)[1])]}
+    ),
+    lambda g, shape, src, dst, src_parts, dst_parts, *where: ops.switch_among(
+        g, dst, src, dst_parts, src_parts, *where
+    ),
+    "switch",
+)
 
 
-def _switch_each(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, src_pieces: Sequence[int],
-    dst_pieces: Sequence[int], wire: str = SAME, back: str = SAME,
-) -> list[Tensor]:  # fmt: skip
+def _switches(
+    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, of: list[int],
+    src_pieces: list[int], dst_pieces: list[int], wire: str, back: str,
+) -> list[tuple[ExchangePlan, Any]]:  # fmt: skip
+    """The exchanges of several switches, and what each packs. With `of` they share one, in which tensors of one number
+    there, the pieces of one value, are packed as one."""
+    where = [*zip(src, dst, src_size)]
+    if not of:
+        pieces = group, src_pieces, dst_pieces
+        return [(in_format(switch_plan(x, *w, *pieces), wire, x.dtype), x) for x, w in zip(xs, where)]
+    if not any(format_of(wire, x.dtype) for x in xs):
+        if len({x.dtype for x in xs}) > 1:  # as bytes, in a dim of their own
+            xs = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
+        return [(joint_plan(xs, where, group), xs)]
+    plans, groups = list[ExchangePlan](), [[*same] for _, same in groupby(range(len(xs)), of.__getitem__)]
+    for own in groups:
+        plan = joint_plan([xs[i] for i in own], [where[i] for i in own], group)
+        dtype = xs[own[0]].dtype
+        plans.append(in_format(plan, wire, dtype) if format_of(wire, dtype) else Bytes(plan, dtype))
+    return [(Together(plans), [[xs[i] for i in own] for own in groups])]
+
+
+def _switch_many(xs: list[Tensor], *where: Any) -> list[Tensor]:
     # all at once: links have something to send while a rank waits for a slower one
-    plans = [switch_plan(x, *w, group, src_pieces, dst_pieces) for x, w in zip(xs, zip(src, dst, src_size))]
-    under_way = [
-        launched(p.pack(x), p.out_splits, p.in_splits, group, format_of(wire, x.dtype), p) for p, x in zip(plans, xs)
-    ]
-    go_on(under_way)
-    return [plan.unpack(arrived()) for plan, arrived in zip(plans, under_way)]
+    plans = _switches(xs, *where)
+    under_way = [(plan, launched(plan.pack(x), plan)) for plan, x in plans]
+    for _, one in under_way:
+        one.go_on()
+    made = [plan.unpack(one.arrived()) for plan, one in under_way]
+    while isinstance(made[0], list):
+        made = [y for own in made for y in own]
+    return [y if y.ndim == x.ndim else y.view(x.dtype).squeeze(-1) for x, y in zip(xs, made)]
 
 
-def _gather(x: Tensor, dim: int, size: int, group: str, pieces: Sequence[int] = ()) -> Tensor:
-    n, rank = ranks(group)
-    parts = chunk_sizes(tuple(pieces) or size, n)
-    lead = x.movedim(dim, 0).contiguous()
-    if len(set(parts)) == 1:
-        out = wait(torch.ops._c10d_functional.all_gather_into_tensor(as_sent(lead)[0], n, group)).view(x.dtype)
-    else:
-        rest = math.prod(lead.shape[1:])
-        send = lead.reshape(-1).repeat(n)
-        out = exchanged(send, [p * rest for p in parts], [parts[rank] * rest] * n, group)
-    whole = out.view(size, *lead.shape[1:])
-    if pieces:  # the pieces came rank by rank
-        came = whole.split([own for each in zip(*(chunk_sizes(piece, n) for piece in pieces)) for own in each])
-        whole = torch.cat([came[i] for k in range(len(pieces)) for i in range(k, len(came), len(pieces))])
-    return dense(whole.movedim(0, dim), order_of(x))
+collective(
+    "switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] of, int[] src_pieces, "
+    "int[] dst_pieces, str wire, str back) -> Tensor[]",
+    _switch_many,
+    lambda xs, src, dst, size, group, of, *pieces: [
+        ops.switch(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, size))
+    ],
+    lambda gs, asks, shapes, src, dst, size, group, of, came, gone, wire, back: ops.switch_many(
+        gs, [dst[i] for i in asks], [src[i] for i in asks], [shapes[i][dst[i]] for i in asks], group,
+        [of[i] for i in asks] if of else [], gone, came, back, wire,
+    ),
+)  # fmt: skip
+COLLECTIVES["switch_many"] = lambda *args: [one for plan, x in _switches(*args) for one in sent("switch", plan, x)]
 
 
-def _reduce_scatter(x: Tensor, dim: int, group: str, pieces: Sequence[int] = ()) -> Tensor:
+def _start(x: Tensor, out_splits: list[int], in_splits: list[int], group: str, total: int, rows: list[int]) -> Tensor:
+    one = launched(x, ExchangePlan(group, in_splits, out_splits, total, rows))
+    while one.left > 1:
+        one.go_on()
+    arrives_by(one.out, one.works)
+    return one.out
+
+
+collective(  # to be waited for
+    "start(Tensor x, int[] out_splits, int[] in_splits, str group, int total, int[] rows) -> Tensor", _start,
+    lambda x, out_splits, *where: like(x, [sum(out_splits)]),
+)  # fmt: skip
+
+# ---------------------------------------------------------------------------------------- along one dim: gathers, sums
+
+
+class AlongDim(ExchangePlan):
+    """An exchange of rows of one dim: of a tensor in which it is the first.
+
+    gives, takes: the rows that go to each rank and come from each; send: from this rank's rows to those that it sends,
+    in the order of ranks; make: from the rows that arrive to those of the result.
+    """
+
+    def __init__(
+        self, form: Form, dim: int, group: str, gives: Sequence[int], takes: Sequence[int],
+        send: Callable[[Tensor], Tensor] = Tensor.contiguous, make: Callable[[Tensor], Tensor] = Tensor.contiguous,
+    ) -> None:  # fmt: skip
+        (shape, self.kept), self.dim, self.send, self.make = form, dim, send, make
+        rest = shape[:dim] + shape[dim + 1 :]
+        self.arriving, row = (sum(takes), *rest), math.prod(rest)
+        super().__init__(group, [k * row for k in gives], [k * row for k in takes])
+
+    def pack(self, x: Tensor) -> Tensor:
+        return self.send(x.movedim(self.dim, 0)).reshape(-1)
+
+    def unpack(self, received: Tensor) -> Tensor:
+        return dense(self.make(received.view(self.arriving)).movedim(0, self.dim), self.kept)
+
+
+def in_pieces(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Rows in blocks of these sizes, and within each in parts, ordered by part and then by block."""
+    parts, step = rows.split([size for block in sizes for size in block]), len(sizes[0])
+    return torch.cat([parts[i] for k in range(step) for i in range(k, len(parts), step)])
+
+
+@lru_cache(maxsize=4096)
+def _gather(form: Form, dim: int, size: int, group: str, pieces: tuple[int, ...], n: int, rank: int) -> AlongDim:
+    parts, of_pieces = chunk_sizes(pieces or size, n), [chunk_sizes(piece, n) for piece in pieces]
+    make = partial(in_pieces, sizes=[*zip(*of_pieces)]) if pieces else Tensor.contiguous
+    times = n, *[1] * (len(form[0]) - 1)
+    return AlongDim(form, dim, group, [parts[rank]] * n, parts, lambda rows: rows.repeat(times), make)
+
+
+@lru_cache(maxsize=4096)
+def _reduce_scatter(
+    form: Form, dim: int, group: str, pieces: tuple[int, ...], n: int, rank: int, dtype: torch.dtype
+) -> AlongDim:
     # one exchange and a local sum: the bytes of a reduce-scatter, with uneven sizes and fp32 sums of half precision
-    n, rank = ranks(group)
-    parts = chunk_sizes(tuple(pieces) or x.shape[dim], n)
-    lead = x.movedim(dim, 0).contiguous()
-    if pieces:  # the pieces go rank by rank
-        own = lead.split([own for piece in pieces for own in chunk_sizes(piece, n)])
-        lead = torch.cat([own[i] for k in range(n) for i in range(k, len(own), n)])
-    rest = math.prod(lead.shape[1:])
-    received = exchanged(lead.view(-1), [parts[rank] * rest] * n, [p * rest for p in parts], group)
-    total = received.view(n, parts[rank], *lead.shape[1:])
-    return dense(total.sum(0, dtype=summed_in(x.dtype)).to(x.dtype).movedim(0, dim), order_of(x))
+    parts, of_pieces = chunk_sizes(pieces or form[0][dim], n), [chunk_sizes(piece, n) for piece in pieces]
+    send = partial(in_pieces, sizes=of_pieces) if pieces else Tensor.contiguous
+
+    def summed(rows: Tensor) -> Tensor:
+        return rows.view(n, parts[rank], *rows.shape[1:]).sum(0, dtype=summed_in(dtype)).to(dtype)
+
+    return AlongDim(form, dim, group, parts, [parts[rank]] * n, send, summed)
+
+
+def gathered(plan: AlongDim, x: Tensor) -> Tensor:
+    if len({*plan.out_splits}) > 1:
+        return run(plan, x)
+    rows, _ = as_sent(x.movedim(plan.dim, 0).contiguous())
+    out = wait(torch.ops._c10d_functional.all_gather_into_tensor(rows, len(plan.in_splits), plan.group))
+    return plan.unpack(out.view(x.dtype))
+
+
+exchanges(
+    "gather(Tensor x, int dim, int size, str group, int[] pieces=[]) -> Tensor",
+    lambda x, dim, size, group, pieces=(): _gather(
+        (tuple(x.shape), order_of(x)), dim, size, group, tuple(pieces), *ranks(group)
+    ),
+    lambda x, dim, size, *where: resized(x, {dim: size}),
+    lambda g, shape, dim, size, group, pieces: ops.reduce_scatter(g, dim, group, pieces), "gather", gathered,
+)  # fmt: skip
+exchanges(
+    "reduce_scatter(Tensor x, int dim, str group, int[] pieces=[]) -> Tensor",
+    lambda x, dim, group, pieces=(): _reduce_scatter(
+        (tuple(x.shape), order_of(x)), dim, group, tuple(pieces), *ranks(group), x.dtype
+    ),
+    lambda x, dim, group, pieces=(): resized(x, {dim: _own(x.shape[dim], pieces, group)}),
+    lambda g, shape, dim, group, pieces: ops.gather(g, dim, shape[dim], group, pieces), "reduce_scatter",
+)  # fmt: skip
 
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
@@ -165,154 +340,13 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
     return dense((torch.view_as_complex(total) if x.is_complex() else total).to(x.dtype), order_of(x))
 
 
-def _fresh(name: str, kernel: Any) -> Any:
-    def run(*args: Any) -> Any:
-        notify(name, *args)
-        out = kernel(*args)
-        return list(map(alone, out)) if isinstance(out, list) else alone(out)
-
-    return run
-
-
-def implement(lib: torch.library.Library, name: str, kernel: Any) -> None:
-    """The kernel of an op on plain local tensors, on every device."""
-    for device in ("CPU", "CUDA"):
-        lib.impl(name, _fresh(name, kernel), device)
-
-
-for _name, _kernel in [
-    ("switch", _switch), ("switch_among", _switch_among), ("switch_many", _switch_many),
-    ("switch_each", _switch_each), ("gather", _gather), ("reduce_scatter", _reduce_scatter),
-    ("all_reduce", _all_reduce), ("start", begun),
-]:  # fmt: skip
-    implement(_lib, _name, _kernel)
-
-
-def _shapes(name: str, shape: Callable[..., Sequence[int]]) -> None:
-    """Register the fake kernel of an op, whose result has this shape."""
-    torch.library.register_fake(f"dsp::{name}", lambda x, *where: like(x, shape(x.shape, *where)), lib=_lib)
-
-
-def _resized(shape: Sequence[int], sizes: dict[int, int]) -> list[int]:
-    return [sizes.get(d, size) for d, size in enumerate(shape)]
-
-
-def _own(size: Any, group: str) -> int:
-    n, rank = ranks(group)
-    return chunk_sizes(size if isinstance(size, tuple) else int(size), n)[rank]
-
-
-_shapes(
-    "switch",
-    lambda s, src, dst, src_size, group, src_pieces=(), dst_pieces=(), *wire: _resized(
-        s, {src: src_size, dst: _own(tuple(dst_pieces) or s[dst], group)}
-    ),
-)
-_shapes(
-    "switch_among",
-    lambda s, src, dst, src_parts, dst_parts, among, group: _resized(
-        s, {src: sum(src_parts), dst: dst_parts[among.index(ranks(group)[1])]}
-    ),
-)
-_shapes("start", lambda s, out_splits, *where: [sum(out_splits)])
-_shapes("gather", lambda s, dim, size, group, pieces=(): _resized(s, {dim: size}))
-_shapes("reduce_scatter", lambda s, dim, group, pieces=(): _resized(s, {dim: _own(tuple(pieces) or s[dim], group)}))
-_shapes("all_reduce", lambda s, group: s)
-
-
-def _many_like(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *other: Any
-) -> list[Tensor]:
-    return _each_like(xs, src, dst, src_size, group)
-
-
-def _each_like(
-    xs: list[Tensor], src: list[int], dst: list[int], src_size: list[int], group: str, *pieces: Any
-) -> list[Tensor]:
-    return [torch.ops.dsp.switch(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, src_size))]
-
-
-def _keep(names: str) -> Any:
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        save_observer(ctx)
-        ctx.shape = inputs[0].shape
-        for name, value in zip(names.split(), inputs[1:]):
-            setattr(ctx, name, value)
-
-    return setup
-
-
-def _adjoint(name: str, given: str, send: Callable[[Any, Tensor], Tensor]) -> None:
-    """Register the backward of an op on one tensor; `given` names its other arguments."""
-
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return send(ctx, g), *[None] * len(given.split())
-
-    torch.library.register_autograd(f"dsp::{name}", backward, setup_context=_keep(given), lib=_lib)
-
-
-def _switch_back(ctx: Any, g: Tensor) -> Tensor:
-    where = ctx.dst, ctx.src, ctx.shape[ctx.dst], ctx.group, ctx.dst_pieces, ctx.src_pieces, ctx.back, ctx.wire
-    return run_observed(ctx, torch.ops.dsp.switch, g, *where)
-
-
-def _switch_among_back(ctx: Any, g: Tensor) -> Tensor:
-    where = ctx.dst, ctx.src, ctx.dst_parts, ctx.src_parts, ctx.among, ctx.group
-    return run_observed(ctx, torch.ops.dsp.switch_among, g, *where)
-
-
-def keep_many(ctx: Any, xs: list[Tensor]) -> None:
-    """Note, in the forward of an op on several tensors, which of them need a gradient."""
-    save_observer(ctx)
-    ctx.set_materialize_grads(False)
-    ctx.asks = [i for i, x in enumerate(xs) if x.requires_grad]
-
-
-def back_many(ctx: Any, grads: list[Tensor | None], send: Callable[[list[int]], list[Tensor]]) -> list[Tensor | None]:
-    """The gradients in the backward of an op on several tensors. `send` gets the indices of those that have one: a
-    result that no rank used has none."""
-    asks = [i for i in ctx.asks if grads[i] is not None]
-    found = dict(zip(asks, send(asks))) if asks else {}
-    return [found.get(i) for i in range(len(grads))]
-
-
-def _keep_many(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    xs, ctx.src, ctx.dst, _, ctx.group, *ctx.other, ctx.wire, ctx.back = inputs
-    ctx.sizes = [x.shape[dst] for x, dst in zip(xs, ctx.dst)]
-    keep_many(ctx, xs)
-
-
-def _switches_back(op: Any, other: Callable[[Any, list[int]], Sequence[Any]], required: int) -> Any:
-    def backward(ctx: Any, grads: list[Tensor | None]) -> Any:
-        def send(asks: list[int]) -> list[Tensor]:
-            where = [[v[i] for i in asks] for v in (ctx.dst, ctx.src, ctx.sizes)]
-            formats = ctx.back, ctx.wire
-            return run_observed(ctx, op, [grads[i] for i in asks], *where, ctx.group, *other(ctx, asks), *formats)
-
-        # torch takes an empty list for one of tensors, and does not count trailing arguments with default values
-        rest = [*ctx.other, ctx.wire, ctx.back]
-        while len(rest) > required and rest[-1] in ([], SAME):
-            rest.pop()
-        return back_many(ctx, grads, send), *[None] * 4, *(None if given else [] for given in rest)
-
-    return backward
-
-
-for _name, _like, _other, _required in (
-    ("switch_many", _many_like, lambda ctx, asks: [[of[i] for i in asks] if of else of for of in ctx.other], 0),
-    ("switch_each", _each_like, lambda ctx, asks: reversed(ctx.other), 2),
-):
-    _back = _switches_back(getattr(torch.ops.dsp, _name), _other, _required)
-    torch.library.register_fake(f"dsp::{_name}", _like, lib=_lib)
-    torch.library.register_autograd(f"dsp::{_name}", _back, setup_context=_keep_many, lib=_lib)
-_adjoint("switch", "src dst src_size group src_pieces dst_pieces wire back", _switch_back)
-_adjoint("switch_among", "src dst src_parts dst_parts among group", _switch_among_back)
-_adjoint(
-    "gather", "dim size group pieces",
-    lambda ctx, g: run_observed(ctx, torch.ops.dsp.reduce_scatter, g, ctx.dim, ctx.group, ctx.pieces),
+collective(
+    "all_reduce(Tensor x, str group) -> Tensor", _all_reduce, lambda x, group: like(x, x.shape),
+    lambda g, shape, group: ops.all_reduce(g, group),
 )  # fmt: skip
-_adjoint(
-    "reduce_scatter", "dim group pieces",
-    lambda ctx, g: run_observed(ctx, torch.ops.dsp.gather, g, ctx.dim, ctx.shape[ctx.dim], ctx.group, ctx.pieces),
-)  # fmt: skip
-_adjoint("all_reduce", "group", lambda ctx, g: run_observed(ctx, torch.ops.dsp.all_reduce, g, ctx.group))
+
+
+@counts("all_reduce", "all_reduce")
+def all_reduce(x: Tensor, *where: Any) -> int:
+    n, _ = ranks(where[-1])
+    return -(-2 * x.numel() * added_in(x.dtype).itemsize * (n - 1) // n)  # a ring: reduce-scatter, then all-gather

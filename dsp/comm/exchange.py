@@ -1,7 +1,10 @@
-"""A switch on one rank: pack what each rank gets, exchange with exact sizes, unpack.
+"""Exchanges among ranks: what each sends to each, how that is packed, and the one way in which all of them run.
 
-Sizes follow `torch.chunk`, or are given part by part. `group` is the name of a process group, behind which the ways of
-its switches over several nodes may stand (`dsp.comm.node_routes.ways_of`).
+An `ExchangePlan` says how many elements of a flat tensor a rank sends to each rank, and how many come from each; it
+packs tensors into the one and unpacks the other. Every collective of DSP with sizes of its own is one: `SwitchPlan`
+here, gathers and sums in `collectives`, rows of neighbours in `halo`, dealt rows in `balanced_rows`. A plan may be made
+of others: `Packed` sends one in a format, `Together` several in one call. `run` runs it, by the way of its group
+(`dsp.comm.node_routes`); the bytes that it sends follow from its counts (`dsp.comm.traffic_formulas`).
 """
 
 from __future__ import annotations
@@ -11,32 +14,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dsp.comm.node_routes import DIRECT, legs_of, ways_of
+from dsp.comm.observers import notify
+from dsp.comm.wire import SAME, format_of
 from dsp.planner import chunk_sizes
-from dsp.support.private import _resolve_process_group, all_to_all, arrives_by, is_view
+from dsp.support.private import _resolve_process_group, all_to_all, is_view
 
 if TYPE_CHECKING:
     from dsp.comm.formats import Format
 
 
-# a tag of ops: results have the memory order of the arguments, which a compiler may not change
-EXACT = torch.Tag.needs_exact_strides
-IN_LEGS: dict[str, Callable[..., Any]] = {}  # exchanges over several nodes, which `dsp.comm.node_routes` puts here
-
-
-@lru_cache(maxsize=4096)
-def name_of(group: str) -> str:
-    """Only the name of the process group, without the ways behind it."""
-    return group.partition("|")[0]
-
-
 def ranks(group: str) -> tuple[int, int]:
     """(size, rank) of a process group by name."""
-    pg = _resolve_process_group(name_of(group))  # type: ignore[arg-type]
+    pg = _resolve_process_group(ways_of(group)[0])  # type: ignore[arg-type]
     return pg.size(), pg.rank()
 
 
@@ -102,118 +97,230 @@ def alone(out: Tensor) -> Tensor:
     return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, stride)
 
 
-class Dealt(Protocol):
-    """The counts of elements that ranks send each other: in `total`, and from one rank to each."""
+class ExchangePlan:
+    """The counts of what a rank sends to each rank of a group, and of what comes: elements of two flat tensors.
 
-    @property
-    def total(self) -> int: ...
-    def to_each(self, rank: int) -> list[int]: ...
+    group: the name of a process group, behind which the ways of its exchanges may stand. If it has some, `total` is
+    what all ranks send, and `to_each` knows what every rank of this node does; a large exchange gains by `total`, too.
+    rows: what the ranks of a node send to each, one rank after the other, for an exchange that is nothing but counts.
+    """
 
+    itemsize = 0  # bytes of an element as sent, if that is not one of the tensor
 
-class InUnits(NamedTuple):
-    """The counts of several exchanges in one, in units such as bytes; each has a function from elements to units."""
-
-    parts: Sequence[tuple[Dealt, Callable[[int], int]]]
-
-    @property
-    def total(self) -> int:
-        return sum(units(dealing.total) for dealing, units in self.parts)
+    def __init__(
+        self, group: str, in_splits: Sequence[int], out_splits: Sequence[int], total: int = 0, rows: Sequence[int] = ()
+    ) -> None:
+        self.group, self.in_splits, self.out_splits = group, list(in_splits), list(out_splits)
+        self.total, self.rows = total, rows
 
     def to_each(self, rank: int) -> list[int]:
-        return [*map(sum, zip(*(map(units, dealing.to_each(rank)) for dealing, units in self.parts)))]
+        """The number of elements that a rank sends to each; those of all ranks are `total`."""
+        n = len(self.in_splits)
+        return [*self.rows[rank % (len(self.rows) // n) * n :][:n]]
+
+    def way(self, itemsize: int) -> str:
+        """The way that the exchange goes, with elements of so many bytes."""
+        ways = ways_of(self.group)[1]
+        return DIRECT if ways is None else ways.way(self.total * itemsize)
+
+    def pack(self, x: Any) -> Tensor:
+        """The flat tensor to send."""
+        raise NotImplementedError
+
+    def unpack(self, received: Tensor) -> Any:
+        """The result, of the flat tensor that arrived."""
+        raise NotImplementedError
+
+    # a format between the numbers and what is sent: none, here
+
+    def closed(self, flat: Tensor) -> Tensor:
+        """A flat tensor of numbers as it is sent."""
+        return flat
+
+    def empty(self, received: Tensor) -> Tensor:
+        """The flat tensor for the numbers that arrive: the received one, if it holds them as they are."""
+        return received
+
+    def read(self, received: Tensor, into: Tensor) -> Tensor:
+        """The numbers that arrived, in the flat tensor that is for them."""
+        return received
 
 
-def exchanged(
-    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
-    dealing: Dealt | None = None, *, later: bool = False,
-) -> Tensor:  # fmt: skip
-    """Send each rank its part of a flat tensor, and return what arrives. If `later`, the result must be waited for, and
-    is still packed in `form`. `dealing` says what all ranks send: an exchange in legs needs it, a large one gains."""
-    if not later:  # half the host time
-        return launched(send, out_splits, in_splits, group, form, dealing)()
-    if form is not None:
-        raw = packed(form, send, out_splits, in_splits, group)
-        return exchanged(*raw, group, None, dealing and InUnits([(dealing, form.nbytes)]), later=True)
-    flat, width = as_sent(send)
-    splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    out = IN_LEGS["later"](flat, splits[0], width, group, dealing) if "|" in group else None
-    if out is None:
-        recorded = type(flat) is not Tensor or torch.compiler.is_compiling()  # a compiler knows torch's own op
-        if recorded:
-            out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, name_of(group))
-        else:
-            out = torch.ops.dsp.start(flat, *splits, name_of(group), 0 if dealing is None else width * dealing.total)
-    return out if flat.dtype == send.dtype else out.view(send.dtype)
+class InUnits(ExchangePlan):
+    """An exchange in other units, such as bytes; `units` makes them of a count of elements."""
+
+    def __init__(self, plan: ExchangePlan, units: Callable[[int], int]) -> None:
+        super().__init__(plan.group, map(units, plan.in_splits), map(units, plan.out_splits), units(plan.total))  # type: ignore[arg-type]
+        self.plan, self.units = plan, units
+
+    def to_each(self, rank: int) -> list[int]:
+        return [*map(self.units, self.plan.to_each(rank))]
 
 
-def begun(send: Tensor, out_splits: list[int], in_splits: list[int], group: str, total: int) -> Tensor:
-    """Begin the exchange of a flat tensor; the received one must be waited for. total: the elements of all ranks."""
-    flat, width = as_sent(send)
-    out, pg = flat.new_empty(width * sum(out_splits)), _resolve_process_group(name_of(group))  # type: ignore[arg-type]
-    comes, goes = ([width * s for s in own] for own in (out_splits, in_splits))
-    arrives_by(out, all_to_all(out, flat, comes, goes, pg, width * total))
-    return out if flat.dtype == send.dtype else out.view(send.dtype)
+class Bytes(InUnits):
+    """An exchange of which the bytes are sent, together with those of other dtypes."""
+
+    itemsize = 1
+
+    def __init__(self, plan: ExchangePlan, dtype: torch.dtype) -> None:
+        super().__init__(plan, dtype.itemsize.__mul__)
+        self.dtype = dtype
+
+    def pack(self, x: Any) -> Tensor:
+        return self.plan.pack(x).resolve_conj().resolve_neg().view(torch.uint8)
+
+    def unpack(self, received: Tensor) -> Any:
+        return self.plan.unpack(received.view(self.dtype))
 
 
-def packed(
-    form: Format, send: Tensor, out_splits: list[int], in_splits: list[int], group: str
-) -> tuple[Tensor, list[int], list[int]]:
-    """A flat tensor packed in a format, and the bytes that come from and go to each rank."""
-    seed = (torch.initial_seed() + (ranks(group)[1] << 32)) % 2**62
-    return form.pack(send, in_splits, seed), [*map(form.nbytes, out_splits)], [*map(form.nbytes, in_splits)]
+class Packed(InUnits):
+    """An exchange that travels in a format."""
+
+    itemsize = 1
+
+    def __init__(self, plan: ExchangePlan, form: Format, dtype: torch.dtype) -> None:
+        super().__init__(plan, form.nbytes)
+        self.form, self.dtype = form, dtype
+
+    def closed(self, flat: Tensor) -> Tensor:
+        seed = (torch.initial_seed() + (ranks(self.group)[1] << 32)) % 2**62
+        return self.form.pack(flat, self.plan.in_splits, seed)
+
+    def empty(self, received: Tensor) -> Tensor:
+        return received.new_empty(sum(self.plan.out_splits), dtype=self.dtype)
+
+    def read(self, received: Tensor, into: Tensor) -> Tensor:
+        return self.form.unpack(received, self.plan.out_splits, into)
+
+    def pack(self, x: Any) -> Tensor:
+        return self.closed(self.plan.pack(x))
+
+    def unpack(self, received: Tensor) -> Any:
+        return self.plan.unpack(self.read(received, self.empty(received)))
 
 
-@dataclass(frozen=True)
-class Unpacked:
-    """An exchange under way, and a function that unpacks the received tensor; a call returns the unpacked one."""
+def in_format(plan: ExchangePlan, wire: str, dtype: torch.dtype) -> ExchangePlan:
+    """The exchange as it travels in the format of this name, which may be none for the dtype."""
+    form = None if wire == SAME else format_of(wire, dtype)
+    return plan if form is None else Packed(plan, form, dtype)
 
-    raw: Callable[[], Tensor]
-    unpack: Callable[[Tensor], Tensor]
 
-    def __call__(self) -> Tensor:
-        return self.unpack(self.raw())
+class Together(ExchangePlan):
+    """Several exchanges in one: each rank gets its blocks of all, one after the other."""
+
+    def __init__(self, plans: Sequence[Any]) -> None:
+        self.plans = plans
+        ins, outs = ([*zip(*splits)] for splits in zip(*((p.in_splits, p.out_splits) for p in plans)))
+        super().__init__(plans[0].group, [*map(sum, ins)], [*map(sum, outs)], sum(p.total for p in plans))
+        self.rooms, self.parts = [s for sizes in ins for s in sizes], [s for sizes in outs for s in sizes]
+        self.itemsize = plans[0].itemsize
+
+    def to_each(self, rank: int) -> list[int]:
+        return [*map(sum, zip(*(p.to_each(rank) for p in self.plans)))]
+
+    def pack(self, xs: Sequence[Any]) -> Tensor:
+        blocks = [plan.pack(x).split(plan.in_splits) for plan, x in zip(self.plans, xs)]
+        return torch.cat([block for to_rank in zip(*blocks) for block in to_rank])
+
+    def unpack(self, received: Tensor) -> list[Any]:
+        parts, count = received.split(self.parts), len(self.plans)
+        return [plan.unpack(torch.cat(parts[i::count])) for i, plan in enumerate(self.plans)]
+
+
+class Among(ExchangePlan):
+    """An exchange among some ranks of a group; the other ranks exchange among themselves in the same call."""
+
+    def __init__(self, plan: ExchangePlan, among: Sequence[int]) -> None:
+        n, _ = ranks(plan.group)
+        if any(a >= b for a, b in pairwise(among)):
+            raise ValueError(f"expected ranks in ascending order, as their blocks arrive, got {list(among)}")
+        super().__init__(plan.group, [0] * n, [0] * n)
+        self.pack, self.unpack = plan.pack, plan.unpack  # type: ignore[method-assign]
+        for i, peer in enumerate(among):
+            self.in_splits[peer], self.out_splits[peer] = plan.in_splits[i], plan.out_splits[i]
+
+
+# ------------------------------------------------------------------------------------------------------------- to run
+
+
+@dataclass(slots=True)
+class Launched:
+    """An exchange under way: the works of its current leg, and `left` legs, each to begin when that before arrived."""
+
+    out: Tensor
+    dtype: torch.dtype
+    works: list[Any]
+    left: int = 1
+    legs: Any = None  # an iterator of works
 
     def go_on(self) -> None:
-        go_on([self.raw])
+        """Begin the next leg, if there is one."""
+        if self.left > 1:
+            for work in self.works:
+                work.wait()
+            self.left, self.works = self.left - 1, next(self.legs)
+
+    def arrived(self) -> Tensor:
+        """Wait for all legs, and return the flat tensor that arrived."""
+        while self.left > 1:
+            self.go_on()
+        for work in self.works:
+            work.wait()
+        return self.out if self.out.dtype == self.dtype else self.out.view(self.dtype)
 
 
-def go_on(under_way: Sequence[Callable[[], Tensor]]) -> None:
-    """Begin the next leg of each exchange that has another one."""
-    for one in under_way:
-        if (next_leg := getattr(one, "go_on", None)) is not None:
-            next_leg()
-
-
-def launched(
-    send: Tensor, out_splits: list[int], in_splits: list[int], group: str, form: Format | None = None,
-    dealing: Dealt | None = None,
-) -> Callable[[], Tensor]:  # fmt: skip
-    """Launch `exchanged`; the returned function waits for the result. Call it once, in the kernel that launched it."""
-    if form is not None:
-        sent = packed(form, send, out_splits, in_splits, group)
-        raw = launched(*sent, group, None, dealing and InUnits([(dealing, form.nbytes)]))
-        return Unpacked(raw, lambda came: form.unpack(came, out_splits, send.new_empty(sum(out_splits))))
+def launched(send: Tensor, plan: ExchangePlan) -> Launched:
+    """Begin an exchange. Wait for it in the kernel that began it."""
     flat, width = as_sent(send)
     if width > 1:
-        out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-    if "|" in group and (under_way := IN_LEGS["launched"](flat, out_splits, width, group, dealing)) is not None:
-        return Unpacked(under_way, lambda came: came.view(send.dtype))
-    out, pg = flat.new_empty(sum(out_splits)), _resolve_process_group(name_of(group))  # type: ignore[arg-type]
-    works = all_to_all(out, flat, out_splits, in_splits, pg, 0 if dealing is None else width * dealing.total)
+        plan = InUnits(plan, width.__mul__)
+    name, ways = ways_of(plan.group)
+    out, pg = flat.new_empty(sum(plan.out_splits)), _resolve_process_group(name)  # type: ignore[arg-type]
+    if ways is None or (way := plan.way(flat.element_size())) == DIRECT:
+        return Launched(out, send.dtype, all_to_all(out, flat, plan.out_splits, plan.in_splits, pg, plan.total))
+    left, legs = legs_of(way, flat, out, plan.out_splits, plan.to_each, pg, ways.node)
+    return Launched(out, send.dtype, next(legs), left, legs)
 
-    def arrived() -> Tensor:
-        for work in works:
-            work.wait()
-        return out if flat.dtype == send.dtype else out.view(send.dtype)
 
-    return arrived
+def run(plan: ExchangePlan, x: Any) -> Any:
+    """The result of an exchange."""
+    return plan.unpack(launched(plan.pack(x), plan).arrived())
+
+
+class UnderWay(NamedTuple):
+    """An exchange whose received tensor, made already, must be waited for."""
+
+    plan: ExchangePlan
+    received: Tensor
+
+    @classmethod
+    def start(cls, plan: ExchangePlan, send: Tensor) -> UnderWay:
+        flat, width = as_sent(send)
+        counts = plan if width == 1 else InUnits(plan, width.__mul__)
+        splits, (name, ways) = (counts.out_splits, counts.in_splits), ways_of(plan.group)
+        in_legs = ways is not None and counts.way(flat.element_size()) != DIRECT
+        if not in_legs and (type(flat) is not Tensor or torch.compiler.is_compiling()):  # compilers know torch's own op
+            notify("start", flat, *splits, name, 0, ())
+            out = torch.ops._c10d_functional.all_to_all_single.default(flat, *splits, name)
+        else:
+            mates = ways.mates(ranks(name)[1]) if ways is not None and in_legs else ()
+            rows = [size for mate in mates for size in counts.to_each(mate)]
+            out = torch.ops.dsp.start(flat, *splits, plan.group if in_legs else name, counts.total, rows)
+        return cls(plan, out if flat.dtype == send.dtype else out.view(send.dtype))
+
+    def arrived(self) -> Tensor:
+        """Wait for the received tensor, and return it."""
+        return wait(self.received)
 
 
 def wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(x)
 
 
-class SwitchPlan:
+# --------------------------------------------------------------------------------------------------------- the switch
+
+
+class SwitchPlan(ExchangePlan):
     """Sizes and block order of one switch on one rank: pack, exchange, unpack.
 
     A block is what one rank sends to another: its own part of `src`, the other's part of `dst`, all of the rest. If
@@ -225,7 +332,7 @@ class SwitchPlan:
 
     def __init__(
         self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int,
-        kept: tuple[int, ...] | None = None,
+        kept: tuple[int, ...] | None = None, group: str = "",
     ) -> None:  # fmt: skip
         self.shape, self.src, self.dst, self.dst_parts, self.kept = shape, src, dst, list(dst_parts), kept
         self.came: list[tuple[int, ...]] = []  # for each piece of src, the part of each rank, if src is joined
@@ -239,9 +346,8 @@ class SwitchPlan:
                 f"{dst} (all of it)"
             )
         rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
-        self.total, self.rows = src_size * shape[dst] * rest, [own * rest for own in src_parts]
-        self.in_splits = [own_src * d * rest for d in self.dst_parts]
-        self.out_splits = [s * own_dst * rest for s in src_parts]
+        goes, comes = [own_src * d * rest for d in self.dst_parts], [s * own_dst * rest for s in src_parts]
+        super().__init__(group, goes, comes, src_size * shape[dst] * rest, [own * rest for own in src_parts])
 
         def out(src_size: int) -> list[int]:
             return [src_size if d == src else own_dst if d == dst else s for d, s in enumerate(shape)]
@@ -257,7 +363,6 @@ class SwitchPlan:
         self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
 
     def to_each(self, rank: int) -> list[int]:
-        """The number of elements that a rank sends to each; those of all ranks are `total`."""
         return [self.rows[rank] * part for part in self.dst_parts]
 
     def blocks(self, x: Tensor) -> Any:
@@ -293,22 +398,9 @@ class SwitchPlan:
             torch.cat(parts[rank :: len(self.dst_parts)], dim, out=room.view(shape))
         return send
 
-    def exchange(self, send: Tensor, group: str, form: Format | None = None, *, later: bool = False) -> Tensor:
-        return exchanged(send, self.out_splits, self.in_splits, group, form, self, later=later)
-
-    def exchange_among(self, send: Tensor, among: Sequence[int], group: str) -> Tensor:
-        """The exchange among some ranks of a group; the other ranks exchange among themselves in the same call."""
-        n, _ = ranks(group)
-        if any(a >= b for a, b in pairwise(among)):
-            raise ValueError(f"expected ranks in ascending order, as their blocks arrive, got {list(among)}")
-        splits = [0] * n, [0] * n
-        for i, peer in enumerate(among):
-            splits[0][peer], splits[1][peer] = self.out_splits[i], self.in_splits[i]
-        return exchanged(send, *splits, group)
-
     def unpack(self, received: Tensor) -> Tensor:
         if self.dst_leads or self.came:
-            return self.join(received.split(self.out_splits))
+            return self.join(self.of_ranks(received.split(self.out_splits)))
         joined = received.view(self.joined).movedim(0, self.src)
         return joined.contiguous() if self.kept is None else dense(joined, self.kept)
 
@@ -325,16 +417,17 @@ class SwitchPlan:
     def fill(self, room: Tensor, received: Tensor) -> None:
         """Unpack a tensor that has arrived into the `room` made for it."""
         if self.dst_leads or self.came:
-            self.join(received.split(self.out_splits), room)
+            self.join(self.of_ranks(received.split(self.out_splits)), room)
         elif room.data_ptr() != received.data_ptr():
             room.copy_(received.view(self.joined).movedim(0, self.src))
 
-    def join(self, received: Sequence[Tensor], room: Tensor | None = None, parts: list[Tensor] | None = None) -> Tensor:
-        """The result, joined in one copy from each rank's flat tensor, or from `parts`; into `room`, if given."""
-        if parts is None:
-            parts = [part.view(shape) for part, shape in zip(received, self.shapes)]
-            if not self.dst_leads:
-                parts = [part.movedim(0, self.src) for part in parts]
+    def of_ranks(self, received: Sequence[Tensor]) -> list[Tensor]:
+        """The part of the result from each rank, of the flat tensor from each."""
+        parts = [part.view(shape) for part, shape in zip(received, self.shapes)]
+        return parts if self.dst_leads else [part.movedim(0, self.src) for part in parts]
+
+    def join(self, parts: list[Tensor], room: Tensor | None = None) -> Tensor:
+        """The result, joined in one copy from the parts of all ranks; into `room`, if given."""
         if self.came:  # each rank sent its part of every piece
             own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
             parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]
@@ -345,22 +438,14 @@ class SwitchPlan:
         return torch.cat(parts, self.kept.index(self.src), out=room).contiguous().permute(inverse(self.kept))
 
 
-class JointPlan:
-    """Several switches in one exchange: each rank gets its blocks of all tensors, one after the other."""
+class JointPlan(Together):
+    """Several switches in one exchange, whose blocks are packed in one copy."""
 
-    def __init__(self, plans: list[SwitchPlan]) -> None:
-        self.plans = plans
-        ins, outs = ([*zip(*splits)] for splits in zip(*((p.in_splits, p.out_splits) for p in plans)))
-        self.in_splits, self.out_splits = list(map(sum, ins)), list(map(sum, outs))
-        self.even, self.total = all(p.even for p in plans), sum(p.total for p in plans)
-        self.rooms, self.parts = [s for sizes in ins for s in sizes], [s for sizes in outs for s in sizes]
-
-    def to_each(self, rank: int) -> list[int]:
-        return [*map(sum, zip(*(p.to_each(rank) for p in self.plans)))]
+    plans: Sequence[SwitchPlan]
 
     def pack(self, xs: Sequence[Tensor]) -> Tensor:
         send, count = xs[0].new_empty(sum(self.in_splits)), len(xs)
-        if self.even:
+        if all(p.even for p in self.plans):
             rooms = send.view(len(self.in_splits), self.in_splits[0]).split(self.rooms[:count], 1)
             place(rooms, [plan.blocks(x) for plan, x in zip(self.plans, xs)])
         else:
@@ -371,7 +456,7 @@ class JointPlan:
 
     def unpack(self, received: Tensor) -> list[Tensor]:
         parts, count = received.split(self.parts), len(self.plans)
-        return [plan.join(parts[i::count]) for i, plan in enumerate(self.plans)]
+        return [plan.join(plan.of_ranks(parts[i::count])) for i, plan in enumerate(self.plans)]
 
 
 def place(rooms: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:
@@ -385,18 +470,21 @@ Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and the order of
 
 @lru_cache(maxsize=4096)
 def _switch_plan(
-    form: Form, where: tuple[int, int, int], n: int, rank: int, came: tuple[int, ...] = (), gone: tuple[int, ...] = ()
-) -> SwitchPlan:
+    form: Form, where: tuple[int, int, int], n: int, rank: int, group: str, came: tuple[int, ...] = (),
+    gone: tuple[int, ...] = (),
+) -> SwitchPlan:  # fmt: skip
     (shape, kept), (src, dst, src_size) = form, where
     parts = chunk_sizes(came or src_size, n), chunk_sizes(gone or shape[dst], n)
-    plan = SwitchPlan(shape, src, dst, *parts, rank, kept)
+    plan = SwitchPlan(shape, src, dst, *parts, rank, kept, group)
     plan.came, plan.gone = ([chunk_sizes(piece, n) for piece in pieces] for pieces in (came, gone))
     return plan
 
 
 @lru_cache(maxsize=4096)
-def _joint_plan(forms: tuple[Form, ...], where: tuple[tuple[int, int, int], ...], n: int, rank: int) -> JointPlan:
-    return JointPlan([_switch_plan(form, each, n, rank) for form, each in zip(forms, where)])
+def _joint_plan(
+    forms: tuple[Form, ...], where: tuple[tuple[int, int, int], ...], n: int, rank: int, group: str
+) -> JointPlan:
+    return JointPlan([_switch_plan(form, each, n, rank, group) for form, each in zip(forms, where)])
 
 
 switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
@@ -404,11 +492,8 @@ switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
 
 def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str, *pieces: Sequence[int]) -> SwitchPlan:
     order = None if x.is_contiguous() else order_of(x)  # without a call for most
-    return _switch_plan((tuple(x.shape), order), (src, dst, src_size), *ranks(group), *map(tuple, pieces))
+    return _switch_plan((tuple(x.shape), order), (src, dst, src_size), *ranks(group), group, *map(tuple, pieces))
 
 
-def joint_plan(
-    xs: Sequence[Tensor], src: Sequence[int], dst: Sequence[int], src_size: Sequence[int], group: str
-) -> JointPlan:
-    forms = tuple([(tuple(x.shape), order_of(x)) for x in xs])
-    return _joint_plan(forms, tuple(zip(src, dst, src_size)), *ranks(group))
+def joint_plan(xs: Sequence[Tensor], where: Sequence[tuple[int, int, int]], group: str) -> JointPlan:
+    return _joint_plan(tuple([(tuple(x.shape), order_of(x)) for x in xs]), tuple(where), *ranks(group), group)

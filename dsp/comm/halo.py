@@ -8,24 +8,19 @@ and so what each sends to each: all rows travel in one all-to-all, and none trav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsp.comm.collectives import back_many, implement, keep_many, summed_in
-from dsp.comm.exchange import EXACT, dense, exchanged, like, order_of, ranks
-from dsp.comm.observers import run_observed
-from dsp.comm.traffic_formulas import counts, nbytes
+from dsp.comm.collectives import AlongDim, collective, resized, summed_in
+from dsp.comm.exchange import Bytes, ExchangePlan, Together, dense, order_of, ranks, run
+from dsp.comm.traffic_formulas import COLLECTIVES, sent
 from dsp.planner import chunk_sizes
-
-_lib = torch.library.Library("dsp", "FRAGMENT")
-_lib.define("rows(Tensor[] xs, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]", tags=EXACT)
-_lib.define("rows_home(Tensor[] grads, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]", tags=EXACT)
 
 Span = tuple[int, int]  # start and stop
 
@@ -88,8 +83,8 @@ class Rows(NamedTuple):
         return self.traffic.sent(itemsize * math.prod(size for d, size in enumerate(shape) if d != self.dim))
 
 
-class _RowExchange:
-    """The exchange of one tensor on one rank.
+class RowReads:
+    """The rows of one tensor that one rank reads, and that others read of its chunk.
 
     given: for each rank, start and length of the rows it reads in this rank's chunk; taken: those of its rows in
     this rank's span.
@@ -105,135 +100,87 @@ class _RowExchange:
         self.given = [(max(s - starts[rank], 0) if k else 0, k) for (s, _), k in zip(spans, given)]
         self.taken = [(max(s - first, 0) if k else 0, k) for s, k in zip(starts, taken)]
 
+    def stay(self, g: Tensor, home: bool) -> Tensor:
+        """The gradient on this rank where no rows of any rank travel: those that others read have none."""
+        start, length = self.given[self.rank]
+        if not home:
+            return g.narrow(self.dim, start, length)
+        return F.pad(g, (*(0, 0) * (g.ndim - 1 - self.dim), start, self.chunk - start - length))
+
 
 @lru_cache(maxsize=4096)
-def _ways(
-    dims: tuple[int, ...], sizes: tuple[int, ...], spans: tuple[int, ...], n: int, rank: int
-) -> list[_RowExchange]:
+def _reads(dims: tuple[int, ...], sizes: tuple[int, ...], spans: tuple[int, ...], n: int, rank: int) -> list[RowReads]:
     pairs = tuple(zip(spans[::2], spans[1::2]))
-    return [_RowExchange(Rows(d, s, pairs[i * n : (i + 1) * n]), rank) for i, (d, s) in enumerate(zip(dims, sizes))]
+    return [RowReads(Rows(d, s, pairs[i * n : (i + 1) * n]), rank) for i, (d, s) in enumerate(zip(dims, sizes))]
 
 
-def ways_of(dims: Sequence[int], sizes: Sequence[int], spans: Sequence[int], group: str) -> list[_RowExchange]:
-    return _ways(tuple(dims), tuple(sizes), tuple(spans), *ranks(group))
+def reads_of(dims: Sequence[int], sizes: Sequence[int], spans: Sequence[int], group: str) -> list[RowReads]:
+    return _reads(tuple(dims), tuple(sizes), tuple(spans), *ranks(group))
 
 
-def _swap(pieces: list[list[Tensor]], shapes: list[list[list[int]]], group: str) -> list[list[Tensor]]:
-    """Send each rank its pieces, one of every tensor, in one exchange; return the received ones, in these shapes."""
-    dtypes = [p.dtype for p in pieces[0]]
-    raw = len(set(dtypes)) > 1  # then as bytes
-    flat = [torch.cat([in_a_row(p, raw) for p in own]) for own in pieces]
-    width = [p.element_size() if raw else 1 for p in pieces[0]]
-    lengths = [[w * math.prod(s) for w, s in zip(width, own)] for own in shapes]
-    received = exchanged(torch.cat(flat), list(map(sum, lengths)), [p.numel() for p in flat], group)
-    came = received.split([k for own in lengths for k in own])
-    parts = iter([p.clone() for p in came] if raw else came)  # bytes may not be aligned for their dtype
-    return [[next(parts).view(t).view(s) for t, s in zip(dtypes, own)] for own in shapes]
+class RowsOfOthers(AlongDim):
+    """An exchange of the rows of one tensor that ranks read of each other; those of this rank's own do not travel.
+
+    home: the adjoint, in which each chunk gets the sum of the gradients of the rows read from it, in fp32 at least.
+    """
+
+    def __init__(self, x: Tensor, reads: RowReads, group: str, home: bool) -> None:
+        self.reads, self.home = reads, home
+        goes, self.comes = (reads.taken, reads.given) if home else (reads.given, reads.taken)
+        gives, self.takes = ([k * (r != reads.rank) for r, (_, k) in enumerate(way)] for way in (goes, self.comes))
+        spans = [(start, k) for (start, _), k in zip(goes, gives)]
+        super().__init__(
+            (tuple(x.shape), order_of(x)), reads.dim, group, gives, self.takes,
+            lambda rows: torch.cat([rows.narrow(0, *span) for span in spans]),
+        )  # fmt: skip
+        self.own = x.narrow(self.dim, *goes[reads.rank])
+
+    def unpack(self, received: Tensor) -> Tensor:
+        came = [part.movedim(0, self.dim) for part in received.view(self.arriving).split(self.takes)]
+        came[self.reads.rank] = self.own
+        if not self.home:
+            return dense(torch.cat(came, self.dim), self.kept)
+        shape, dtype = [*self.own.shape], self.own.dtype
+        shape[self.dim] = self.reads.chunk
+        total = self.own.new_zeros(shape, dtype=summed_in(dtype))
+        for part, (start, k) in zip(came, self.comes):
+            total.narrow(self.dim, start, k).add_(part)
+        return total.to(dtype)
 
 
-def in_a_row(t: Tensor, raw: bool) -> Tensor:
-    """The elements of a tensor as a flat tensor; with `raw`, their bytes."""
-    flat = t.reshape(-1).contiguous()
-    return flat.view(torch.uint8) if raw else flat
+def _exchange(home: bool, xs: list[Tensor], *where: Any) -> tuple[ExchangePlan, Any]:
+    """The exchange of the rows of several tensors, and what it packs."""
+    plans: list[ExchangePlan] = [RowsOfOthers(x, reads, where[-1], home) for x, reads in zip(xs, reads_of(*where))]
+    if len(plans) == 1:
+        return plans[0], xs[0]
+    return Together([Bytes(p, x.dtype) for p, x in zip(plans, xs)] if len({x.dtype for x in xs}) > 1 else plans), xs
 
 
-def _with(x: Tensor, dim: int, size: int) -> list[int]:
-    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+def _kernel(home: bool, xs: list[Tensor], *where: Any) -> list[Tensor]:
+    made = run(*_exchange(home, xs, *where))
+    return made if isinstance(made, list) else [made]
 
 
-def _rows(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
-    ways, (n, rank) = ways_of(dims, sizes, spans, group), ranks(group)
-    pieces = [
-        [x.narrow(w.dim, *(w.given[r] if r != rank else (0, 0))) for x, w in zip(xs, ways)] for r in range(n)
-    ]  # fmt: skip
-    shapes = [[_with(x, w.dim, w.taken[q][1] if q != rank else 0) for x, w in zip(xs, ways)] for q in range(n)]
-    came = _swap(pieces, shapes, group)
-    for i, (x, w) in enumerate(zip(xs, ways)):
-        came[rank][i] = x.narrow(w.dim, *w.given[rank])
-    return [
-        dense(torch.cat([came[q][i] for q in range(n)], w.dim), order_of(x)) for i, (x, w) in enumerate(zip(xs, ways))
-    ]
+def _back(
+    home: bool, gs: list[Tensor], asks: list[int], shapes: Any, dims: Any, sizes: Any, spans: Any, group: str
+) -> Any:
+    n, _ = ranks(group)
+    where = [dims[i] for i in asks], [sizes[i] for i in asks], [k for i in asks for k in spans[2 * n * i :][: 2 * n]]
+    reads = reads_of(*where, group)
+    if not any(r.traffic.travels for r in reads):
+        return [r.stay(g, home) for g, r in zip(gs, reads)]
+    return (torch.ops.dsp.rows_home if home else torch.ops.dsp.rows)(gs, *where, group)
 
 
-def _rows_home(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
-    """The adjoint: each chunk gets the sum of the gradients of the rows read from it, added in fp32 at least."""
-    ways, (n, rank) = ways_of(dims, sizes, spans, group), ranks(group)
-    pieces = [[g.narrow(w.dim, *(w.taken[q] if q != rank else (0, 0))) for g, w in zip(grads, ways)] for q in range(n)]
-    shapes = [[_with(g, w.dim, w.given[r][1] if r != rank else 0) for g, w in zip(grads, ways)] for r in range(n)]
-    came = _swap(pieces, shapes, group)
-    totals = []
-    for i, (g, w) in enumerate(zip(grads, ways)):
-        came[rank][i] = g.narrow(w.dim, *w.taken[rank])
-        total = g.new_zeros(_with(g, w.dim, w.chunk), dtype=summed_in(g.dtype))
-        for r in range(n):
-            total.narrow(w.dim, *w.given[r]).add_(came[r][i])
-        totals.append(total.to(g.dtype))
-    return totals
+def _fake(home: bool, xs: list[Tensor], *where: Any) -> list[Tensor]:
+    made = [resized(x, {r.dim: r.chunk if home else r.span}) for x, r in zip(xs, reads_of(*where))]
+    return [y.new_empty(y.shape) for y in made] if home else made
 
 
-for _name, _kernel in (("rows", _rows), ("rows_home", _rows_home)):
-    implement(_lib, _name, _kernel)
-
-
-@torch.library.register_fake("dsp::rows", lib=_lib)
-def _(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
-    return [like(x, _with(x, w.dim, w.span)) for x, w in zip(xs, ways_of(dims, sizes, spans, group))]
-
-
-@torch.library.register_fake("dsp::rows_home", lib=_lib)
-def _(grads: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> list[Tensor]:
-    return [g.new_empty(_with(g, w.dim, w.chunk)) for g, w in zip(grads, ways_of(dims, sizes, spans, group))]
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    xs, ctx.dims, ctx.sizes, ctx.spans, ctx.group = inputs
-    keep_many(ctx, xs)
-
-
-def _stays(op: str, x: Tensor, w: _RowExchange) -> Tensor:
-    """The result of `op` on this rank where no rows of any rank travel: those that others read have no gradient."""
-    start, length = w.given[w.rank]
-    if op == "rows":
-        return x.narrow(w.dim, start, length)
-    return F.pad(x, (*(0, 0) * (x.ndim - 1 - w.dim), start, w.chunk - start - length))
-
-
-def _adjoint(op: str) -> Any:
-    def adjoint(ctx: Any, grads: list[Tensor | None]) -> Any:
-        def send(asks: list[int]) -> list[Tensor]:
-            n, _ = ranks(ctx.group)
-            spans = [k for i in asks for k in ctx.spans[2 * n * i : 2 * n * (i + 1)]]
-            where = [ctx.dims[i] for i in asks], [ctx.sizes[i] for i in asks], spans
-            ways = ways_of(*where, ctx.group)
-            if not any(w.traffic.travels for w in ways):
-                return [_stays(op, grads[i], w) for i, w in zip(asks, ways)]  # type: ignore[arg-type]
-            return run_observed(ctx, getattr(torch.ops.dsp, op), [grads[i] for i in asks], *where, ctx.group)
-
-        return back_many(ctx, grads, send), None, None, None, None
-
-    return adjoint
-
-
-torch.library.register_autograd("dsp::rows", _adjoint("rows_home"), setup_context=_keep, lib=_lib)
-torch.library.register_autograd("dsp::rows_home", _adjoint("rows"), setup_context=_keep, lib=_lib)
-
-
-def _sent(way: str) -> Callable[..., int]:
-    """The bytes of the rows that lie in one way, `given` or `taken`, and not here."""
-
-    def sent(xs: list[Tensor], dims: list[int], sizes: list[int], spans: list[int], group: str) -> int:
-        _, rank = ranks(group)
-        found = 0
-        for x, w in zip(xs, ways_of(dims, sizes, spans, group)):
-            own = sum(k for r, (_, k) in enumerate(getattr(w, way)) if r != rank)
-            found += nbytes(x) // max(x.shape[w.dim], 1) * own
-        return found
-
-    return sent
-
-
-counts("rows", "rows")(_sent("given"))
-counts("rows", "rows_home")(_sent("taken"))
+for _name, _home in (("rows", False), ("rows_home", True)):
+    _schema = f"{_name}(Tensor[] xs, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]"
+    collective(_schema, partial(_kernel, _home), partial(_fake, _home), partial(_back, not _home))
+    COLLECTIVES[_name] = partial(lambda home, *args: sent("rows", *_exchange(home, *args)), _home)
 
 
 def read_rows(xs: Sequence[Tensor], rows: Sequence[Rows], group: str) -> list[Tensor]:

@@ -96,7 +96,7 @@ def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     every = [piece for own in pieces for piece in own]
     of = [k for k, own in enumerate(pieces) for _ in own]
     came = torch.ops.dsp.switch_many(
-        *map(list, zip(*[piece.opened(sp) for piece in every])), sp.switching, of, *sp.formats
+        *map(list, zip(*[piece.opened(sp) for piece in every])), sp.switching, of, (), (), *sp.formats
     )
     made = iter([piece.closed(t, sp) for piece, t in zip(every, came)])
     return [part.together([next(made) for _ in own]) for part, own in zip(parts, pieces)]
@@ -121,7 +121,7 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
             made = switch_together(of, sp)
         else:
             opened = map(list, zip(*[p.opened(sp) for p in of]))
-            came = torch.ops.dsp.switch_each(*opened, sp.switching, *kind, *sp.formats)
+            came = torch.ops.dsp.switch_many(*opened, sp.switching, (), *kind, *sp.formats)
             made = [p.closed(t, sp) for p, t in zip(of, came)]
         found.update(zip(own, made))
     return [found[i] for i in range(len(parts))]

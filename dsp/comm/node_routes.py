@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsp.comm.exchange import EXACT, IN_LEGS, Dealt, InUnits, like, ranks
 from dsp.comm.messages import messages
 from dsp.support.formatting import human, number_of
-from dsp.support.private import _resolve_process_group, arrives_by
 
 DIRECT, HIERARCHICAL, ROUNDS = "direct", "hierarchical", "rounds"
 WITHIN, BETWEEN = "switch_within", "switch_between"  # the names under which legs are counted
@@ -98,43 +96,15 @@ def ways_of(group: str) -> tuple[str, Ways | None]:
 ToEach = Callable[[int], Sequence[int]]  # the counts of elements that a rank sends to each
 
 
-class Legs:
-    """An exchange under way in several legs; each begins when the one before it has arrived.
+def legs_of(
+    way: str, send: Tensor, out: Tensor, comes: Sequence[int], to_each: ToEach, group: Any, node: int
+) -> tuple[int, Iterator[list[Any]]]:
+    """The number of legs of an exchange, and their works, each to be begun when the one before it has arrived.
 
     send, out: flat tensors, sent and received; `comes` counts the elements from each rank.
     """
-
-    def __init__(
-        self, way: str, send: Tensor, out: Tensor, comes: Sequence[int], to_each: ToEach, group: Any, node: int
-    ) -> None:
-        self.out = out
-        leg = hierarchical if way == HIERARCHICAL else in_rounds
-        self.left: int = 2 if way == HIERARCHICAL else group.size() - 1
-        self.legs = leg(send, out, comes, to_each, group, node)
-        self.works = next(self.legs)
-
-    def wait(self) -> None:
-        """Wait for the current leg."""
-        for work in self.works:
-            work.wait()
-
-    def go_on(self) -> None:
-        """Begin the next leg, if there is one."""
-        if self.left > 1:
-            self.wait()
-            self.left, self.works = self.left - 1, next(self.legs)
-
-    def last(self) -> list[Any]:
-        """Begin all legs but the last and wait for them; return the works of the last one."""
-        while self.left > 1:
-            self.go_on()
-        return self.works
-
-    def finish(self) -> Tensor:
-        """Wait for all legs, and return the received tensor."""
-        self.last()
-        self.wait()
-        return self.out
+    legs = hierarchical if way == HIERARCHICAL else in_rounds
+    return 2 if way == HIERARCHICAL else group.size() - 1, legs(send, out, comes, to_each, group, node)
 
 
 def hierarchical(
@@ -171,88 +141,3 @@ def in_rounds(
         if far or near:
             to, of = ((own + d * far) * node % n + (place + d * near) % node for d in (1, -1))
             yield messages([(to, goes[to])], [(of, rooms[of])], group)
-
-
-def mates(group: str) -> range:
-    """The ranks of a group that are on this rank's node, by the ways in the group's name."""
-    (_, rank), (_, ways) = ranks(group), ways_of(group)
-    return range(0) if ways is None else ways.mates(rank)
-
-
-class Listed(NamedTuple):
-    """A `Dealt` as a list: what each rank of one node, which begins at rank `first`, sends to each of n ranks."""
-
-    total: int
-    rows: Sequence[int]
-    first: int
-    n: int
-
-    @classmethod
-    def of(cls, total: int, rows: Sequence[int], group: str) -> Listed:
-        n, rank = ranks(group)
-        return cls(total, rows, rank - rank % (len(rows) // n), n)
-
-    def to_each(self, rank: int) -> list[int]:
-        return [*self.rows[(rank - self.first) * self.n :][: self.n]]
-
-
-def in_legs(flat: Tensor, width: int, group: str, dealing: Dealt | None) -> Dealt | None:
-    """The counts of an exchange that goes in legs, in elements of the flat tensor; None if it goes directly.
-
-    width: elements of the flat tensor for each one that `dealing` counts.
-    """
-    ways = ways_of(group)[1]
-    if ways is None or dealing is None:
-        return None
-    dealing = dealing if width == 1 else InUnits([(dealing, width.__mul__)])
-    return None if ways.way(dealing.total * flat.element_size()) == DIRECT else dealing
-
-
-def begun(flat: Tensor, comes: Sequence[int], group: str, dealing: Dealt) -> Legs:
-    """An exchange under way in legs."""
-    name, ways = ways_of(group)
-    assert ways is not None
-    way, pg = ways.way(dealing.total * flat.element_size()), _resolve_process_group(name)  # type: ignore[arg-type]
-    return Legs(way, flat, flat.new_empty(sum(comes)), comes, dealing.to_each, pg, ways.node)
-
-
-def begun_later(flat: Tensor, total: int, comes: list[int], rows: list[int], group: str) -> Tensor:
-    """The received tensor of an exchange whose legs are done but for the last, which a wait for the tensor completes.
-
-    rows: what the ranks of this node send to each.
-    """
-    legs = begun(flat, comes, group, Listed.of(total, rows, group))
-    arrives_by(legs.out, legs.last())
-    return legs.out
-
-
-class Launched:
-    """An exchange under way in legs; a call returns the received tensor."""
-
-    def __init__(self, legs: Legs) -> None:
-        self.go_on, self.finish = legs.go_on, legs.finish
-
-    def __call__(self) -> Tensor:
-        return self.finish()
-
-
-def launched(flat: Tensor, comes: Sequence[int], width: int, group: str, dealing: Dealt | None) -> Launched | None:
-    """Begin the exchange of a flat tensor in legs; None if it goes directly."""
-    legged = in_legs(flat, width, group, dealing)
-    return None if legged is None else Launched(begun(flat, comes, group, legged))
-
-
-def later(flat: Tensor, comes: list[int], width: int, group: str, dealing: Dealt | None) -> Tensor | None:
-    """The same as a tensor that has to be waited for."""
-    if (legged := in_legs(flat, width, group, dealing)) is None:
-        return None
-    rows = [size for mate in mates(group) for size in legged.to_each(mate)]
-    return torch.ops.dsp.in_legs(flat, legged.total, comes, rows, group)
-
-
-_lib = torch.library.Library("dsp", "FRAGMENT")
-_lib.define("in_legs(Tensor x, int total, int[] comes, int[] rows, str group) -> Tensor", tags=EXACT)
-for _device in ("CPU", "CUDA"):  # a part of another op: not noted by itself
-    _lib.impl("in_legs", begun_later, _device)
-torch.library.register_fake("dsp::in_legs", lambda x, total, comes, rows, group: like(x, [sum(comes)]), lib=_lib)
-IN_LEGS.update(launched=launched, later=later)

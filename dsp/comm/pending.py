@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsp.comm.exchange import alone, switch_plan, wait
-from dsp.comm.observers import notify, run_observed, save_observer
-from dsp.comm.wire import AS_IT_IS, Wire, format_of
+from dsp.comm.exchange import UnderWay, alone, in_format, switch_plan
+from dsp.comm.observers import run_observed, save_observer
+from dsp.comm.wire import AS_IT_IS, Wire
 
 
 class PendingSwitch:
@@ -21,7 +21,8 @@ class PendingSwitch:
     """
 
     def __init__(self, x: Tensor, src: int, dst: int, src_size: int, group: str) -> None:
-        self.args = (src, dst, src_size, group)
+        self.there, self.back = (src, dst, src_size, group), (dst, src, x.shape[dst], group)
+        self.under_way: list[UnderWay] = []
         self.waited = False
         self.token = _Launch.apply(x, self)
 
@@ -31,21 +32,26 @@ class PendingSwitch:
         self.waited = True
         return _Await.apply(self.token, self)
 
+    def launch(self, x: Tensor, where: Any) -> Tensor:
+        plan = switch_plan(x, *where)
+        self.under_way.append(UnderWay.start(plan, plan.pack(x)))
+        return x.new_empty(0)
+
+    def land(self) -> Tensor:
+        one = self.under_way.pop()
+        return one.plan.unpack(one.arrived())
+
 
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: PendingSwitch) -> Tensor:
         ctx.pending = pending
-        notify("switch", x, *pending.args)
-        plan = pending.there = switch_plan(x, *pending.args)  # type: ignore[attr-defined]
-        pending.buffer = plan.exchange(plan.pack(x), pending.args[-1], later=True)  # type: ignore[attr-defined]
-        return x.new_empty(0)
+        return pending.launch(x, pending.there)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token: Tensor) -> Any:
-        pending = ctx.pending
-        return pending.back.unpack(wait(pending.__dict__.pop("grad_buffer"))), None
+        return ctx.pending.land(), None
 
 
 class _Await(torch.autograd.Function):
@@ -53,18 +59,12 @@ class _Await(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, pending: PendingSwitch) -> Tensor:
         ctx.pending = pending
         save_observer(ctx)
-        return pending.there.unpack(wait(pending.__dict__.pop("buffer")))  # type: ignore[attr-defined]
+        return pending.land()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        pending = ctx.pending
-        src, dst, _, group = pending.args
-        size = pending.there.shape[dst]
-        run_observed(ctx, notify, "switch", grad, dst, src, size, group)
-        pending.back = switch_plan(grad, dst, src, size, group)
-        pending.grad_buffer = pending.back.exchange(pending.back.pack(grad), group, later=True)
-        return grad.new_empty(0), None
+        return run_observed(ctx, ctx.pending.launch, grad, ctx.pending.back), None
 
 
 def ahead(
@@ -86,18 +86,13 @@ class _Ahead(torch.autograd.Function):
         src, dst, size, group, came, gone, wire, back = where
         save_observer(ctx)
         ctx.back = dst, src, x.shape[dst], group, gone, came, back, wire
-        notify("switch", x, *where)
-        plan, form = switch_plan(x, src, dst, size, group, came, gone), format_of(wire, x.dtype)
-        received = plan.exchange(plan.pack(x), group, form, later=True)
-        numbers = received if form is None else x.new_empty(sum(plan.out_splits))
-        out = alone(plan.room(numbers))
+        switch = switch_plan(x, src, dst, size, group, came, gone)
+        plan = in_format(switch, wire, x.dtype)
+        under_way = UnderWay.start(plan, plan.pack(x))
+        numbers = plan.empty(under_way.received)
+        out = alone(switch.room(numbers))
         room = out.data  # has its own version counter, so that autograd does not see the data that arrives as a write
-
-        def arrive() -> None:
-            waited = wait(received)
-            plan.fill(room, waited if form is None else form.unpack(waited, plan.out_splits, numbers))
-
-        arrived.append(arrive)
+        arrived.append(lambda: switch.fill(room, plan.read(under_way.arrived(), numbers)))
         return out
 
     @staticmethod

@@ -132,7 +132,7 @@ class TrafficGuard:
     def __init__(self, axis: Axis, before: Callable[[], None]) -> None:
         self.axis, self.before = axis, before
         self.planned: dict[Record, PlannedTraffic] = {}
-        self.sizes: dict[Any, Sequence[tuple[str, int, int]]] = {}  # by collective: what `Collective.counted` returned
+        self.sizes: dict[Any, Sequence[tuple[str, int, int]]] = {}  # by collective: its traffic
         self.logged = dict[Any, None]()
         self.check: CallTraffic | None = None
         self.token: Any = None
@@ -173,13 +173,13 @@ class TrafficGuard:
         """The calls and bytes of a collective, by kind."""
         x = args[0]
         if not isinstance(x, Tensor):
-            return COLLECTIVES[name].counted(*args)
+            return COLLECTIVES[name](*args)
         key = name, x.shape, x.dtype, str(args[1:])
         sent = self.sizes.get(key)
         if sent is None:
             if len(self.sizes) >= SIZES:
                 self.sizes.clear()
-            sent = self.sizes[key] = COLLECTIVES[name].counted(*args)
+            sent = self.sizes[key] = COLLECTIVES[name](*args)
         return sent
 
     def say(self, key: Any, text: str) -> None:

@@ -8,47 +8,16 @@ begins with the last piece. The bytes are those of one switch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsp.comm.exchange import SwitchPlan, alone, order_of, packed, place, ranks, switch_plan_of_parts, wait
-from dsp.comm.formats import Format
+from dsp.comm.exchange import SwitchPlan, UnderWay, alone, in_format, order_of, place, ranks, switch_plan_of_parts
 from dsp.comm.observers import run_observed, save_observer
-from dsp.comm.wire import format_of
 from dsp.planner import chunk_sizes, piece_sizes
-
-
-class UnderWay(NamedTuple):
-    """One of the all-to-alls, under way."""
-
-    plan: SwitchPlan
-    form: Format | None
-    received: Tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def start(cls, plan: SwitchPlan, send: Tensor, group: str, wire: str) -> UnderWay:
-        form, splits = format_of(wire, send.dtype), (plan.out_splits, plan.in_splits)
-        flat, *splits = (send, *splits) if form is None else packed(form, send, *splits, group)  # type: ignore[assignment]
-        total = plan.total if form is None else form.nbytes(plan.total)
-        return cls(plan, form, torch.ops.dsp.start(flat, *splits, group, total), send.dtype)
-
-    def arrived(self) -> Tensor:
-        """The flat tensor that arrives, after a wait."""
-        came = wait(self.received)
-        if self.form is None:
-            return came
-        return self.form.unpack(came, self.plan.out_splits, came.new_empty(sum(self.plan.out_splits), dtype=self.dtype))
-
-    def parts(self) -> list[Tensor]:
-        """The part of the result from each rank; the memory order may differ from piece to piece."""
-        plan = self.plan
-        parts = [part.view(shape) for part, shape in zip(self.arrived().split(plan.out_splits), plan.shapes)]
-        return parts if plan.dst_leads else [part.movedim(0, plan.src) for part in parts]
 
 
 class ChunkedSwitch:
@@ -67,7 +36,7 @@ class ChunkedSwitch:
         n, self.rank = ranks(group)
         self.pieces = [piece_sizes(part, count) for part in chunk_sizes(sizes[0], n)]  # of each rank
         self.there = chunk_sizes(sizes[1], n)
-        self.under_way: dict[int, UnderWay] = {}
+        self.under_way: dict[int, tuple[SwitchPlan, UnderWay]] = {}
         self.tokens: list[Tensor] = []
 
     def send(self, piece: Tensor) -> None:
@@ -89,46 +58,56 @@ class ChunkedSwitch:
 
     def let_go(self) -> None:
         """Wait for pieces that nobody will read, since torch would keep their memory otherwise."""
-        for piece in self.under_way.values():
-            wait(piece.received)
+        for _, piece in self.under_way.values():
+            piece.arrived()
         self.under_way.clear()
         self.tokens.clear()
 
     # --- without autograd ---
 
+    def plan(self, i: int, x: Tensor, shape: Sequence[int], back: bool) -> SwitchPlan:
+        """The switch of piece i, of this shape, from `cut` to `other`; back: from `other` to `cut`."""
+        ends = [(self.cut, tuple(own[i] for own in self.pieces)), (self.other, self.there)]
+        (src, src_parts), (dst, dst_parts) = ends[::-1] if back else ends
+        return switch_plan_of_parts(tuple(shape), src, dst, src_parts, dst_parts, self.rank, order_of(x), self.group)
+
+    def begin(self, i: int, switch: SwitchPlan, numbers: Tensor, back: bool) -> None:
+        plan = in_format(switch, self.formats[back], numbers.dtype)
+        self.under_way[i] = switch, UnderWay.start(plan, plan.closed(numbers))
+
+    def end(self, i: int) -> tuple[SwitchPlan, Tensor]:
+        """Wait for piece i, and return its flat tensor."""
+        switch, one = self.under_way.pop(i)
+        came = one.arrived()
+        return switch, one.plan.read(came, one.plan.empty(came))
+
     def launch(self, i: int, piece: Tensor) -> None:
         """Send piece i of this rank's part, towards the layout along `other`."""
-        parts = tuple(own[i] for own in self.pieces)
-        where = tuple(piece.shape), self.cut, self.other, parts, self.there, self.rank, order_of(piece)
-        plan = switch_plan_of_parts(*where)
-        self.under_way[i] = UnderWay.start(plan, plan.pack(piece), self.group, self.formats[0])
+        switch = self.plan(i, piece, piece.shape, back=False)
+        self.begin(i, switch, switch.pack(piece), back=False)
 
     def collect(self) -> Tensor:
         """Wait for all pieces, and join them to this rank's part along `other`."""
-        came = [self.under_way.pop(i) for i in range(self.count)]
-        parts = [piece.parts() for piece in came]
-        in_order = [parts[i][r] for r in range(len(self.pieces)) for i in range(self.count)]
-        return came[0].plan.join((), parts=in_order)
+        came = [self.end(i) for i in range(self.count)]
+        parts = [switch.of_ranks(flat.split(switch.out_splits)) for switch, flat in came]
+        return came[0][0].join([of_piece[r] for r in range(len(self.pieces)) for of_piece in parts])
 
     def deal(self, x: Tensor, order: Iterable[int]) -> None:
         """Send this rank's part along `other` as pieces along `cut`, in this order."""
         sizes, shape = [own[i] for own in self.pieces for i in range(self.count)], [*x.shape]
         blocks: list[Tensor] = []
         for i in order:
-            parts = tuple(own[i] for own in self.pieces)
-            shape[self.cut] = sum(parts)
-            plan = switch_plan_of_parts(
-                tuple(shape), self.other, self.cut, self.there, parts, self.rank, order_of(x)
-            )  # fmt: skip
-            blocks = blocks or [*plan.leading(x).split(sizes, plan.block_dim)]
-            send = x.new_empty(sum(plan.in_splits))
-            place(send.split(plan.in_splits), blocks[i :: self.count])
-            self.under_way[i] = UnderWay.start(plan, send, self.group, self.formats[1])
+            shape[self.cut] = sum(own[i] for own in self.pieces)
+            switch = self.plan(i, x, shape, back=True)
+            blocks = blocks or [*switch.leading(x).split(sizes, switch.block_dim)]
+            send = x.new_empty(sum(switch.in_splits))
+            place(send.split(switch.in_splits), blocks[i :: self.count])
+            self.begin(i, switch, send, back=True)
 
     def piece(self, i: int) -> Tensor:
         """Wait for piece i of this rank's part along `cut`."""
-        came = self.under_way.pop(i)
-        return came.plan.unpack(came.arrived())
+        switch, flat = self.end(i)
+        return switch.unpack(flat)
 
 
 class _Send(torch.autograd.Function):

@@ -15,8 +15,8 @@ support planner comm stages core glue overlap report guard compiled parallel ver
 ROOMS = {
     "planner": "problem index loops elimination sweep",
     "support": "formatting private source_lines compile_off python_state tensors",
-    "comm": """messages formats wire hardware observers gradients exchange node_routes routes packed collectives pending
-        traffic_formulas count layout halo balanced_rows moves randomness ops""",
+    "comm": """messages formats wire hardware observers gradients node_routes exchange routes traffic_formulas
+        collectives pending count layout halo balanced_rows moves randomness ops""",
     "stages": "notation signature parts methods stage known pipelines",
     "core": """torch_calls torch_traits arguments functions precision reads unrecorded skeleton equal_modules record
         carrier meter backward keys unseen watch writes copies offers checkpoints inputs persistent growth unplanned

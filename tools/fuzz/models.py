@@ -116,7 +116,7 @@ class Count(dsp.count_comm):
             if now.calls.total() == calls:
                 continue
             # the plan prices each of its tensors by itself
-            if func._schema.name in ("dsp::switch_many", "dsp::switch_each"):
+            if func._schema.name == "dsp::switch_many":
                 pieces = zip(args[0], args[2], made)
                 events += [x.nbytes * (x.shape[d] - t.shape[d]) // max(x.shape[d], 1) for x, d, t in pieces]
             else:

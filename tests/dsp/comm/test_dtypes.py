@@ -49,6 +49,7 @@ def same(got: Tensor, expect: Tensor) -> None:
 
 def moves(mesh: DeviceMesh, dtype: torch.dtype, shape: tuple[int, ...], view: str = "") -> None:
     group, n, rank, ops = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), torch.ops.dsp
+    plain = [], [], "same", "same"
     parts = [chunk_sizes(shape[d], n) for d in (1, 2)]
     whole, ours = numbers(shape, dtype, 0, view), [numbers(shape, dtype, r, view) for r in range(n)]
     wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -64,7 +65,7 @@ def moves(mesh: DeviceMesh, dtype: torch.dtype, shape: tuple[int, ...], view: st
     cases = {
         "switch": (lambda x: ops.switch(x, 1, 2, shape[1], group), 1, 2),
         "among": (lambda x: ops.switch_among(x, 1, 2, *parts, list(range(n)), group), 1, 2),
-        "many": (lambda x: ops.switch_many([x, x], [1, 1], [2, 2], [shape[1]] * 2, group)[1], 1, 2),
+        "many": (lambda x: ops.switch_many([x, x], [1, 1], [2, 2], [shape[1]] * 2, group, [0, 1], *plain)[1], 1, 2),
         "gather": (lambda x: ops.gather(x, 1, shape[1], group), 1, None),
         "reduce_scatter": (lambda x: ops.reduce_scatter(x, 1, group), None, 1),
         "all_reduce": (lambda x: ops.all_reduce(x, group), None, None),
@@ -85,7 +86,7 @@ def moves(mesh: DeviceMesh, dtype: torch.dtype, shape: tuple[int, ...], view: st
         dsp.gather(y).backward(whole)
         same(x.grad, whole)
     other = numbers(shape, torch.bool, 1)
-    mixed = ops.switch_many([part(whole, 1), part(other, 1)], [1, 1], [2, 2], [shape[1]] * 2, group)
+    mixed = ops.switch_many([part(whole, 1), part(other, 1)], [1, 1], [2, 2], [shape[1]] * 2, group, [0, 1], *plain)
     same(mixed[0], part(whole, 2))
     same(mixed[1], part(other, 2))
     deal = RowDeal.halves(shape[1], n)

@@ -19,6 +19,7 @@ from dsp.planner import MOVES, Value, chunk_sizes
 from dsp.support import private
 
 SIZES = [1, 2, 3, 4]
+PLAIN = [], [], "same", "same"  # several switches of dims that are not joined, in no format
 
 
 def reference(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +249,7 @@ def test_fused_all_to_alls(mesh: DeviceMesh, t: int, s: int) -> None:
 
     one, each, at_once = leaves(), leaves(), leaves()
     with dsp.count_comm() as together:
-        got = torch.ops.dsp.switch_many(one, *map(list, zip(*where)), sizes, group)
+        got = torch.ops.dsp.switch_many(one, *map(list, zip(*where)), sizes, group, [0, 1, 2], *PLAIN)
         assert together.forward.calls == {"switch": 1}
         (got[0].square().sum() + got[1].sin().sum()).backward()
     with dsp.count_comm() as apart:
@@ -260,7 +261,7 @@ def test_fused_all_to_alls(mesh: DeviceMesh, t: int, s: int) -> None:
     assert (together.recompute.calls, apart.forward.calls) == ({}, {"switch": 3})
     assert (together.forward.bytes, together.backward.bytes) == (apart.forward.bytes, apart.backward.bytes)
     with dsp.count_comm() as comm:
-        got = torch.ops.dsp.switch_each(at_once, *map(list, zip(*where)), sizes, group, [], [])
+        got = torch.ops.dsp.switch_many(at_once, *map(list, zip(*where)), sizes, group, [], *PLAIN)
         (got[0].square().sum() + got[1].sin().sum()).backward()
     assert all(torch.equal(a, b) and a.is_contiguous() and not a._is_view() for a, b in zip(got, expect))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(at_once[:2], each))
@@ -268,7 +269,7 @@ def test_fused_all_to_alls(mesh: DeviceMesh, t: int, s: int) -> None:
     # one that nobody used sends no gradient back, and one of a kind of dtype travels as it is
     one = leaves()
     with dsp.count_comm() as comm:
-        torch.ops.dsp.switch_many(one[:2], [1, 1], [2, 0], sizes[:2], group)[1].sum().backward()
+        torch.ops.dsp.switch_many(one[:2], [1, 1], [2, 0], sizes[:2], group, [0, 1], *PLAIN)[1].sum().backward()
     assert one[0].grad is None
     assert torch.equal(one[1].grad, torch.ones_like(one[1]))
     assert comm.backward.bytes["switch"] == chunk_sizes(s, n)[rank] * (t - one[1].shape[1]) * 4
@@ -276,7 +277,7 @@ def test_fused_all_to_alls(mesh: DeviceMesh, t: int, s: int) -> None:
     with torch.no_grad():
         x = dsp.split(wholes[0], mesh, 1).to_local()
         odd = x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
-        for a in torch.ops.dsp.switch_many([x, odd], [1, 1], [2, 2], [t, t], group):
+        for a in torch.ops.dsp.switch_many([x, odd], [1, 1], [2, 2], [t, t], group, [0, 1], *PLAIN):
             assert torch.equal(a, expect[0])
 
 
@@ -330,7 +331,7 @@ def test_fused_all_to_alls_have_a_fake_kernel(mesh: DeviceMesh) -> None:
     group = mesh.get_group().group_name
     with FakeTensorMode():
         xs = [torch.empty(1, 2, 6, 3), torch.empty(2, 6, dtype=torch.bool)]
-        out = torch.ops.dsp.switch_many(xs, [1, 0], [2, 1], [4, 4], group)
+        out = torch.ops.dsp.switch_many(xs, [1, 0], [2, 1], [4, 4], group, [0, 1], *PLAIN)
     assert [(tuple(x.shape), x.dtype) for x in out] == [((1, 4, 3, 3), torch.float32), ((4, 3), torch.bool)]
 
 
