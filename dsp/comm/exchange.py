@@ -131,6 +131,10 @@ class ExchangePlan:
         """The result, of the flat tensor that arrived."""
         raise NotImplementedError
 
+    def from_each(self, parts: Sequence[Tensor]) -> Any:
+        """The result, of the flat tensors from each rank."""
+        return self.unpack(torch.cat([*parts]))
+
     # a format between the numbers and what is sent: none, here
 
     def closed(self, flat: Tensor) -> Tensor:
@@ -224,7 +228,7 @@ class Together(ExchangePlan):
 
     def unpack(self, received: Tensor) -> list[Any]:
         parts, count = received.split(self.parts), len(self.plans)
-        return [plan.unpack(torch.cat(parts[i::count])) for i, plan in enumerate(self.plans)]
+        return [plan.from_each(parts[i::count]) for i, plan in enumerate(self.plans)]
 
 
 class Among(ExchangePlan):
@@ -400,7 +404,7 @@ class SwitchPlan(ExchangePlan):
 
     def unpack(self, received: Tensor) -> Tensor:
         if self.dst_leads or self.came:
-            return self.join(self.of_ranks(received.split(self.out_splits)))
+            return self.from_each(received.split(self.out_splits))
         joined = received.view(self.joined).movedim(0, self.src)
         return joined.contiguous() if self.kept is None else dense(joined, self.kept)
 
@@ -420,6 +424,9 @@ class SwitchPlan(ExchangePlan):
             self.join(self.of_ranks(received.split(self.out_splits)), room)
         elif room.data_ptr() != received.data_ptr():
             room.copy_(received.view(self.joined).movedim(0, self.src))
+
+    def from_each(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.join(self.of_ranks(parts))
 
     def of_ranks(self, received: Sequence[Tensor]) -> list[Tensor]:
         """The part of the result from each rank, of the flat tensor from each."""
@@ -441,11 +448,13 @@ class SwitchPlan(ExchangePlan):
 class JointPlan(Together):
     """Several switches in one exchange, whose blocks are packed in one copy."""
 
-    plans: Sequence[SwitchPlan]
+    def __init__(self, plans: Sequence[SwitchPlan]) -> None:
+        super().__init__(plans)
+        self.even = all(p.even for p in plans)
 
     def pack(self, xs: Sequence[Tensor]) -> Tensor:
         send, count = xs[0].new_empty(sum(self.in_splits)), len(xs)
-        if all(p.even for p in self.plans):
+        if self.even:
             rooms = send.view(len(self.in_splits), self.in_splits[0]).split(self.rooms[:count], 1)
             place(rooms, [plan.blocks(x) for plan, x in zip(self.plans, xs)])
         else:
@@ -453,10 +462,6 @@ class JointPlan(Together):
             for i, (plan, x) in enumerate(zip(self.plans, xs)):
                 place(rooms[i::count], plan.blocks(x))
         return send
-
-    def unpack(self, received: Tensor) -> list[Tensor]:
-        parts, count = received.split(self.parts), len(self.plans)
-        return [plan.join(plan.of_ranks(parts[i::count])) for i, plan in enumerate(self.plans)]
 
 
 def place(rooms: Sequence[Tensor], blocks: Iterable[Tensor]) -> None:

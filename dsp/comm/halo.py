@@ -136,7 +136,11 @@ class RowsOfOthers(AlongDim):
         self.own = x.narrow(self.dim, *goes[reads.rank])
 
     def unpack(self, received: Tensor) -> Tensor:
-        came = [part.movedim(0, self.dim) for part in received.view(self.arriving).split(self.takes)]
+        return self.from_each(received.split(self.out_splits))
+
+    def from_each(self, parts: Sequence[Tensor]) -> Tensor:
+        rest = self.arriving[1:]
+        came = [part.view(k, *rest).movedim(0, self.dim) for part, k in zip(parts, self.takes)]
         came[self.reads.rank] = self.own
         if not self.home:
             return dense(torch.cat(came, self.dim), self.kept)

@@ -8,7 +8,7 @@ begins with the last piece. The bytes are those of one switch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class ChunkedSwitch:
         """sizes: of the whole tensor along `cut` and `other`; formats: from `cut` to `other`, and back."""
         self.cut, self.other, self.group, self.count, self.formats = cut, other, group, count, formats
         n, self.rank = ranks(group)
-        self.pieces = [piece_sizes(part, count) for part in chunk_sizes(sizes[0], n)]  # of each rank
+        pieces = [piece_sizes(part, count) for part in chunk_sizes(sizes[0], n)]  # of each rank
+        self.of_all, self.parts = [size for own in pieces for size in own], [*zip(*pieces)]  # by piece: of each rank
         self.there = chunk_sizes(sizes[1], n)
         self.under_way: dict[int, tuple[SwitchPlan, UnderWay]] = {}
         self.tokens: list[Tensor] = []
@@ -65,11 +66,13 @@ class ChunkedSwitch:
 
     # --- without autograd ---
 
-    def plan(self, i: int, x: Tensor, shape: Sequence[int], back: bool) -> SwitchPlan:
-        """The switch of piece i, of this shape, from `cut` to `other`; back: from `other` to `cut`."""
-        ends = [(self.cut, tuple(own[i] for own in self.pieces)), (self.other, self.there)]
+    def plan(self, i: int, x: Tensor, back: bool) -> SwitchPlan:
+        """The switch of piece i from `cut` to `other`; back: from `other` to `cut`."""
+        shape, kept, ends = [*x.shape], order_of(x), [(self.cut, self.parts[i]), (self.other, self.there)]
+        if back:
+            shape[self.cut] = sum(self.parts[i])
         (src, src_parts), (dst, dst_parts) = ends[::-1] if back else ends
-        return switch_plan_of_parts(tuple(shape), src, dst, src_parts, dst_parts, self.rank, order_of(x), self.group)
+        return switch_plan_of_parts(tuple(shape), src, dst, src_parts, dst_parts, self.rank, kept, self.group)
 
     def begin(self, i: int, switch: SwitchPlan, numbers: Tensor, back: bool) -> None:
         plan = in_format(switch, self.formats[back], numbers.dtype)
@@ -83,23 +86,21 @@ class ChunkedSwitch:
 
     def launch(self, i: int, piece: Tensor) -> None:
         """Send piece i of this rank's part, towards the layout along `other`."""
-        switch = self.plan(i, piece, piece.shape, back=False)
+        switch = self.plan(i, piece, back=False)
         self.begin(i, switch, switch.pack(piece), back=False)
 
     def collect(self) -> Tensor:
         """Wait for all pieces, and join them to this rank's part along `other`."""
         came = [self.end(i) for i in range(self.count)]
         parts = [switch.of_ranks(flat.split(switch.out_splits)) for switch, flat in came]
-        return came[0][0].join([of_piece[r] for r in range(len(self.pieces)) for of_piece in parts])
+        return came[0][0].join([of_piece[r] for r in range(len(self.parts[0])) for of_piece in parts])
 
     def deal(self, x: Tensor, order: Iterable[int]) -> None:
         """Send this rank's part along `other` as pieces along `cut`, in this order."""
-        sizes, shape = [own[i] for own in self.pieces for i in range(self.count)], [*x.shape]
         blocks: list[Tensor] = []
         for i in order:
-            shape[self.cut] = sum(own[i] for own in self.pieces)
-            switch = self.plan(i, x, shape, back=True)
-            blocks = blocks or [*switch.leading(x).split(sizes, switch.block_dim)]
+            switch = self.plan(i, x, back=True)
+            blocks = blocks or [*switch.leading(x).split(self.of_all, switch.block_dim)]
             send = x.new_empty(sum(switch.in_splits))
             place(send.split(switch.in_splits), blocks[i :: self.count])
             self.begin(i, switch, send, back=True)
