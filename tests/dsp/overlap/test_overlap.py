@@ -237,7 +237,7 @@ def pieces_of_a_switch(mesh: DeviceMesh) -> None:
                 ):
                     expect = torch.ops.dsp.switch(x, src, dst, shape[src], axis.group)
                     behind = ChunkedSwitch(src, dst, (shape[src], shape[dst]), axis.group, 3, AS_IT_IS.names)
-                    for piece in x.split(behind.pieces[axis.rank], src):
+                    for piece in x.split([sizes[axis.rank] for sizes in behind.parts], src):
                         behind.send(piece)
                     before = ChunkedSwitch(dst, src, (shape[dst], shape[src]), axis.group, 3, AS_IT_IS.names)
                     came = torch.cat([before.take(token, i) for i, token in enumerate(before.start(x))], dst)
