@@ -190,6 +190,8 @@ class Combinations:
             return
         if apart and (outcome.cut is None or not outcome.cut.joined):
             return  # as without
+        if any(i in outcome.narrow and not isinstance(node.operands[i], Ref) for i in node.writes):
+            return self.refuse(GlueError("each rank would write its part of a tensor that all ranks have"))
         inner = inner_collectives(node, needs, outcome, n)
         cut = outcome.cut
         view = cut is not None and outcome.view

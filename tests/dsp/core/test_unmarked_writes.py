@@ -253,3 +253,60 @@ def test_the_plan_counts_the_gather_before_a_collective(mesh: DeviceMesh) -> Non
     with torch.no_grad(), dsp.count_comm() as comm:
         model(x)
     assert sum(v["bytes"] for v in comm.by_collective()["forward"].values()) == plan.bytes["forward"]
+
+
+def total(x: Tensor) -> Tensor:
+    return x.detach().sum((0, 1))
+
+
+STATISTICS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "copy": lambda m, x: m.sums.data.copy_(total(x)),
+    "lerp": lambda m, x: m.sums.data.lerp_(total(x).to(m.sums), 0.2),
+    "add": lambda m, x: m.sums.add_(total(x)),
+    "a view": lambda m, x: m.rows.view(1, 9, C)[:, 2].copy_(x.detach()[:, 2]),
+    "setitem": lambda m, x: m.rows.__setitem__(slice(None), x[0].detach()),
+    "all rows": lambda m, x: m.rows.add_(x[0].detach()),
+    "addcmul": lambda m, x: m.sums.addcmul_(total(x), total(x)),
+    "counts": lambda m, x: m.sums.lerp_(F.one_hot(x.detach().argmax(-1), C).to(x.dtype).sum((0, 1)), 0.2),
+    "by index": lambda m, x: m.sums.index_add_(0, x.detach().argmax(-1).flatten(), x.detach().new_ones(9)),
+    "product": lambda m, x: m.pairs.addmm_(x[0].detach().T, x[0].detach()),
+    "several": lambda m, x: torch._foreach_add_([m.sums], [total(x)]),
+    "masked": lambda m, x: m.rows.masked_fill_(x[0].detach() > 0, 1.0),
+}
+
+
+class Keeps(nn.Module):
+    """Statistics in buffers, which every rank has and updates, as of a codebook."""
+
+    stages = {"": "x=b s c", "first": "b s [c]"}
+
+    def __init__(self, update: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.update = nn.Linear(C, C), nn.Linear(C, C), update
+        self.register_buffer("sums", torch.ones(C))
+        self.register_buffer("rows", torch.zeros(9, C))
+        self.register_buffer("pairs", torch.zeros(C, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            self.update(self, y)
+        return self.last(y) * self.sums
+
+
+@pytest.mark.parametrize("mesh", [2, slow(3)])
+def test_statistics_in_buffers_are_those_of_one_process(mesh: DeviceMesh) -> None:
+    for name, update in STATISTICS.items():
+        single = Keeps(update).double()
+        model = dsp.parallelize(copy.deepcopy(single), mesh)
+        for call in range(3):
+            torch.manual_seed(call)
+            x = torch.randn(1, 9, C, dtype=torch.float64)
+            torch.testing.assert_close(model(x), single(x), msg=f"{name}, call {call}")
+            for key, kept in single.named_buffers():
+                torch.testing.assert_close(dict(model.named_buffers())[key], kept, msg=f"{name}, {key}, call {call}")
+
+
+def test_a_result_in_a_tensor_of_every_rank_is_refused(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Keeps(lambda m, x: torch.sum(x[0].detach(), 0, out=m.sums)).double(), mesh)
+    refused(r"sum\(\) between stages: out= has no rule", model, torch.randn(1, 9, C).double(), error=dsp.GlueError)
