@@ -27,7 +27,7 @@ from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
 from dsp.core.torch_calls import NUMBERS, GlueError, by_position
 from dsp.core.torch_traits import traits
-from dsp.support.private import FakeTensor, OpOverload, below_autograd, storage_id
+from dsp.support.private import FakeTensor, OpOverload, backward_pass, below_autograd, storage_id
 from dsp.support.tensors import memory, tensors_in, version
 
 LOCAL = torch._C.DisableTorchFunctionSubclass
@@ -39,10 +39,10 @@ class Carrier(Tensor):
 
     record: of the forward; ref: this tensor in the record; cut: how it is sharded (None: replicated); base: the carrier
     of which it is a view (None: it is no view); copies: of a base, the same numbers in other layouts, each made once;
-    version: of the base when its copies were made; turns: of nodes with one key, which is next; family, siblings: the
-    tensors that share memory on one device, and of these those that have no element in common; index: of `x[index]`,
-    which may be written back by ``x[index] = value``; now: the tensor since it was written in another layout
-    (`dsp.core.writes`).
+    version: of the base when its copies were made; origin: of a detached tensor, the base whose copies it reads too;
+    turns: of nodes with one key, which is next; family, siblings: the tensors that share memory on one device, and of
+    these those that have no element in common; index: of `x[index]`, which may be written back by
+    ``x[index] = value``; now: the tensor since it was written in another layout (`dsp.core.writes`).
     """
 
     record: Record
@@ -51,6 +51,7 @@ class Carrier(Tensor):
     base: Carrier | None = None
     copies: dict[Layout, Tensor] | None = None
     version: int = 0
+    origin: weakref.ref[Carrier] | None = None
     turns: dict[Any, Any] | None = None
     family: list[weakref.ref[Carrier]] | None = None
     siblings: Any = None
@@ -75,12 +76,7 @@ class Carrier(Tensor):
             with LOCAL():
                 return func(*args, **kwargs)
         if what.name == "detach":  # a checkpoint detaches what it saves, in backward too
-            x = args[0]
-            with LOCAL():
-                detached = carry(x.record, plain(x).detach(), x.ref, x.cut)
-            link(x, detached)
-            x.ref.detached = True
-            return detached
+            return detach(args[0])
         if what.decomposition is not None and (out := what.written_out(INLINE, args, kwargs)) is not None:
             return out
         if what.dtype_arg is not None:
@@ -206,6 +202,33 @@ def arrive_all(args: Any, kwargs: Any) -> None:
 
 def base_of(t: Carrier) -> Carrier:
     return t if t.base is None else t.base
+
+
+def detach(t: Carrier) -> Carrier:
+    """The same numbers without gradient. The two are one tensor in a plan, so they share turns and copies."""
+    base, t.turns = shared_base(t), t.turns or {"pass": backward_pass()}
+    with LOCAL():
+        detached = carry(t.record, plain(t).detach(), t.ref, t.cut)
+        if base.ref is t.ref and base.copies:  # the base may be gone when they are read
+            detached.copies = {cut: copy.detach() for cut, copy in base.copies.items()}
+            detached.version = base.version
+    detached.origin, detached.turns = weakref.ref(base), t.turns
+    link(t, detached)
+    t.ref.detached = True
+    return detached
+
+
+def shared_base(t: Carrier) -> Carrier:
+    """The base whose copies a tensor reads: of one detached from a base that still exists, that base.
+
+    A detached tensor that asks for a gradient has copies through which it gets one.
+    """
+    base = t if t.base is None else t.base
+    origin = None if base.origin is None else base.origin()
+    if origin is None or origin.record is not base.record or origin.ref.base is not base.ref.base:
+        return base
+    with LOCAL():
+        return base if base.requires_grad else origin
 
 
 def link(source: Carrier, result: Carrier, siblings: Any = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsp.comm.layout import Axis, separable
 from dsp.comm.moves import Part, gather_local, switch_all
 from dsp.comm.observers import RUNNING
-from dsp.core.carrier import LOCAL, Carrier, base_of, copies_of, plain
+from dsp.core.carrier import LOCAL, Carrier, copies_of, plain, shared_base
 from dsp.core.record import Layout, Node, Record, Ref
 
 
@@ -33,12 +33,13 @@ class Copies:
         RUNNING.set(node)
         switches: list[CopySwitch] = []
         for moved, src, dst in node.moves:  # as planned
-            for base in (base_of(t) for t in operands if isinstance(t, Carrier)):
-                if base.ref.base is moved:
+            for base in (shared_base(t) for t in operands if isinstance(t, Carrier)):
+                if base.ref is moved.ref:
                     self.want(switches, base, dst, (src,))
         for t, need in zip(operands, needs):
             if isinstance(t, Carrier) and t.cut != need:
-                self.want(switches, base_of(t), base_cut(t.ref, need))
+                base = shared_base(t)
+                self.want(switches, base, base_cuts(t.ref, base.ref, need)[1])
         self.make(switches)
         return [self.part(t, need) for t, need in zip(operands, needs)]
 
@@ -83,26 +84,31 @@ class Copies:
             return t if need is None else self.axis.narrow(t, need)
         if t.cut == need:
             return plain(t) if t.base is None or not without_gradient(t) else plain(t).detach()
-        base, cut = base_of(t), base_cut(t.ref, need)
+        base = shared_base(t)
+        cut, at = base_cuts(t.ref, base.ref, need)
         if cut is None and need is not None:  # no cut of the base shows the view so
             return self.axis.narrow(self.part(t, None), need)
-        local = self.view(t.ref, cut, plain(base) if cut == base.cut else copies_of(base)[cut])
+        local = self.view(t.ref, base.ref, cut, plain(base) if at == base.cut else copies_of(base)[at])
         return local if t is base or has_gradient(t) else local.detach()
 
-    def view(self, ref: Ref, cut: Layout, local: Tensor) -> Tensor:
-        """The part of a view, taken from the base's part in this cut."""
-        if ref.maker is None:
+    def view(self, ref: Ref, source: Ref, cut: Layout, local: Tensor) -> Tensor:
+        """The part of a view of `source`, taken from the part that this has if the base has `cut`."""
+        if ref is source or ref.maker is None:
             return local
         parent = ref.maker.operands[0]
         assert isinstance(parent, Ref)
-        return self.record.rules.view(ref.maker, self.axis, parent.cut_under(cut), self.view(parent, cut, local))
+        local = self.view(parent, source, cut, local)
+        return self.record.rules.view(ref.maker, self.axis, parent.cut_under(cut), local)
 
 
-def base_cut(ref: Ref, cut: Layout) -> Layout:
-    """The cut of its base under which a tensor has `cut`; None if there is none."""
+def base_cuts(ref: Ref, source: Ref, cut: Layout) -> tuple[Layout, Layout]:
+    """The cut of its base under which a tensor has `cut`, None if there is none; and that of `source`, from which a run
+    takes it: the base, or a view that was detached or that a checkpoint kept as its argument."""
     if ref.maker is None:  # it is the base
-        return cut if cut in ref.base.cuts else None
-    return ref.base_cut(cut)
+        base = cut if cut in ref.base.cuts else None
+        return base, base
+    base = ref.base_cut(cut)
+    return base, source.cut_under(base)
 
 
 def has_gradient(t: Tensor) -> bool:

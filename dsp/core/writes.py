@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsp.comm.gradients import global_stride
 from dsp.comm.layout import Axis
-from dsp.core.carrier import Carrier, base_of, carry, copies_of, link, plain
+from dsp.core.carrier import Carrier, base_of, carry, copies_of, link, plain, shared_base
 from dsp.core.functions import ALIASES, DENSE, FOLDS
 from dsp.core.record import Layout, Node, Offer, Record, Ref
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
@@ -221,8 +221,8 @@ def wrote(axis: Axis, who: str, t: Tensor, local: Tensor, cut: Layout, counted: 
     elif t.cut != cut:
         move(t, local, cut)
     miss(who, t, None if narrowed else memory(plain(t)))  # what shares the full tensor's memory lacks the other rows
-    if back and t.base is None:
-        copies_of(t)[None] = local
+    if back and (base := shared_base(t)).ref is t.ref:
+        copies_of(base)[None] = local
 
 
 def miss(who: str, t: Carrier, into: Any) -> None:

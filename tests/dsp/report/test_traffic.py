@@ -53,8 +53,7 @@ def sends_as_planned(
 
 
 WRITES = {"InPlace", 28}  # they write in place into tensors that are moved, which is refused still
-# in checkpoints the two of structures send otherwise than planned; axial's package is not installed everywhere
-OTHERS = {"evoformer-structure", "pairformer-structure", "axial"}
+OTHERS = {"axial"}  # its package is not installed everywhere
 QUICK = ("Branches", "Folded", "transformer2d", "evoformer", "pairformer")
 
 
