@@ -143,7 +143,8 @@ class Prepared:
         ready = self.by_key.get(key)
         if type(ready) is not Several:
             return ready, None  # type: ignore[return-value]
-        at = turn(ready.key, first or first_of(args, kwargs), len(self.record.by_key[ready.key]))
+        first = first_of(args, kwargs) if first is None else first
+        at = turn(ready.key, first, len(self.record.by_key[ready.key]))
         return ready.by_turn.get(at), at
 
     def node(self, key: Any, first: Carrier, at: int | None) -> tuple[Node | None, int]:
@@ -201,7 +202,10 @@ def turn(key: Any, first: Any, count: int) -> int:
     """Which of `count` nodes with one key is next. Turns count on the tensor, anew in each backward pass, so that a
     recomputation finds the same."""
     now = backward_pass()
-    if first.turns is None or first.turns["pass"] != now:
+    if first.turns is None:
         first.turns = {"pass": now}
+    elif first.turns["pass"] != now:  # a detached tensor has the same dict
+        first.turns.clear()
+        first.turns["pass"] = now
     first.turns[key] = at = first.turns.get(key, -1) + 1
     return min(at, count - 1)

@@ -75,6 +75,12 @@ def stage_node(record: Record, stage: Stage, args: Any, kwargs: Any) -> tuple[No
     return Node("stage", stage.name, operands_of([*(b.tensor for b in bound), *nested]), info), bound
 
 
+def makes_parts(node: Node) -> bool:
+    """Tell whether a rank can make its part of a stage's results from replicated tensors; batch does not count."""
+    assert isinstance(node.call, BoundStage)
+    return any(option.name is not None and not option.last_resort for option in node.call.options)
+
+
 def lay_out(record: Record) -> None:
     """Give every node its offers, and every tensor its base."""
     for node in record.nodes:

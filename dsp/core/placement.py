@@ -51,7 +51,7 @@ def sources_in_place(nodes: list[Node], ops: Sequence[Op], used: dict[int, set[L
     """Let sources that all readers read in one cut be made in it, batch or not; return their values."""
     settled: set[int] = set()
     for node, op in zip(nodes, ops):
-        if not node.bases and op.outputs:
+        if node.kind == "operation" and not node.bases and op.outputs:
             [v] = op.outputs
             offer = next((o for o in node.offers if {o.gives[0]} == used.get(v)), None)
             if offer is not None:

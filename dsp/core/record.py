@@ -295,8 +295,8 @@ class Driver(Protocol):
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         """The result of an operation; `first` counts the turns of nodes with one key (None: the first operand does)."""
 
-    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a stage, whose module is called by `call`."""
+    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
+        """The result of a stage, whose module is called by `call`; `first` counts the turns of nodes with one key."""
 
     def read_in_full(self, t: Any, error: GlueError) -> None:
         """Raise `error` if a carrier that a kernel reads, where no operation shows that, is or may be sharded."""
@@ -310,14 +310,14 @@ class Record:
     persistent: carriers of earlier calls that it reads, by their paths; by_key: nodes by what identifies them
     (`dsp.core.keys`); planned: the nodes have decisions, made before the first run; draws: something between stages
     draws random numbers, or a stage on replicated tensors; stages_draw: some stage does, or may; drew: a call drew some
-    that were not foreseen; sources: functions of nodes without an operand that is a `Ref`; sources_recompute: some of
-    them are in a checkpoint; no_sources: keys of calls that are none, because what they make outlives the forward;
-    filled: of those that fill a plain tensor into which something is written, however short it is; saved: the tensors
-    that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the inputs that get a gradient
-    from the outputs; priced: gives the planner's value of a tensor the bytes that its switches take, where these are
-    not those of the tensor; replans, strays: how often it was planned again, and how many calls have added nodes since
-    (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor that has not arrived
-    (`dsp.core.carrier.arrive`).
+    that were not foreseen; sources: functions and stages of nodes without an operand that is a `Ref`;
+    sources_recompute: some of them are in a checkpoint; no_sources: keys of calls that are none, because what they make
+    outlives the forward; filled: of those that fill a plain tensor into which something is written, however short it
+    is; saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the
+    inputs that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that its
+    switches take, where these are not those of the tensor; replans, strays: how often it was planned again, and how
+    many calls have added nodes since (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor that has
+    not arrived (`dsp.core.carrier.arrive`).
     """
 
     driver: Driver

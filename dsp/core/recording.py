@@ -21,7 +21,7 @@ from dsp.core.functions import DENSE
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
 from dsp.core.keys import key_part, node_key
 from dsp.core.meter import NodeMeter
-from dsp.core.offers import Rules, operands_of, stage_node
+from dsp.core.offers import Rules, makes_parts, operands_of, stage_node
 from dsp.core.persistent import PersistentTensors, persistent_tensors
 from dsp.core.precision import Casts, Precision
 from dsp.core.reads import Reads
@@ -31,7 +31,7 @@ from dsp.core.stage_calls import StageCall
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import ATTRIBUTES_READ, WITHOUT_DATA
 from dsp.core.unseen import SeenOnly, covered, refuse_functions
-from dsp.core.watch import KernelCall, Kernels, refuse, watched
+from dsp.core.watch import KernelCall, Kernels, add_source, refuse, watched
 from dsp.core.writes import kin_of, written_operands
 from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.signature import Bound, sizes_of_root
@@ -117,9 +117,13 @@ class Recorder:
         error.line = line_now()
         self.full_reads.setdefault(t.ref, error)
 
-    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
         record = self.record
         node, bound = stage_node(record, stage, args, kwargs)
+        if not node.refs:
+            if not makes_parts(node):
+                return call(*args, **kwargs)
+            add_source(record, stage)
         before, carried = self.regions.saved(), tensors_in((args, kwargs))
         nested = [t for t, _ in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
         tensors = [plain(self.operand(t)) for t in carried]

@@ -32,7 +32,7 @@ from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import ATTRIBUTES_READ
 from dsp.core.unplanned import Unplanned, runs_by_rule
 from dsp.core.unseen import covered, refuse_functions
-from dsp.core.watch import refuse
+from dsp.core.watch import add_source, refuse
 from dsp.core.writes import (
     kin_of,
     note_writes,
@@ -131,10 +131,11 @@ class Runner:
         refuse_functions(operands)
         refuse_meshes(operands, self.axis)
         shared: Any = node_key(func, what.name, args, kwargs)
-        node, at = self.prepared.node(shared, first or first_of(args, kwargs), at)
+        first = first_of(args, kwargs) if first is None else first
+        node, at = self.prepared.node(shared, first, at)
         if node is not None and not runs_by_rule(node, self.axis, func, args, kwargs):
             shared = *shared, floats_of((args, kwargs))  # a rule reads one of them
-            node, at = self.prepared.node(shared, first or first_of(args, kwargs), None)
+            node, at = self.prepared.node(shared, first, None)
         if node is None:
             refuse(what, args, kwargs)
             node = self.added.operation(shared, func, what, args, kwargs)
@@ -187,12 +188,12 @@ class Runner:
 
     # --- a stage ---
 
-    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
         if saving_hooks(False) is not None:
             keep_arguments(self.record.compiled)
         key = exact_key(stage, args, kwargs)
-        ready, at = self.prepared.get(key, args, kwargs)
-        node, offer, local, _, slots, nested = ready or self.ready_stage(key, at, stage, call, args, kwargs)
+        ready, at = self.prepared.get(key, args, kwargs, first)
+        node, offer, local, _, slots, nested = ready or self.ready_stage(key, at, stage, call, args, kwargs, first)
         if self.record.in_flight:  # it may hold more than it is given
             arrive(self.record)
         operands = [args[slot] if type(slot) is int else kwargs[slot] for slot in slots]
@@ -281,7 +282,9 @@ class Runner:
         assert offer.option is not None
         return Cut(0).own(offer.option.size, self.axis.size, self.axis.rank)
 
-    def ready_stage(self, key: Any, at: int | None, stage: Stage, call: Any, args: Any, kwargs: Any) -> Ready:
+    def ready_stage(
+        self, key: Any, at: int | None, stage: Stage, call: Any, args: Any, kwargs: Any, first: Any
+    ) -> Ready:
         node, bound = stage_node(self.record, stage, args, kwargs)
         nested = [(t, error) for t, error in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
         for t, error in nested:
@@ -290,9 +293,10 @@ class Runner:
         operands = [b.tensor for b in bound]
         refuse_functions(operands)
         shared = stage.name, tuple(key_part(t) for t in operands)
-        carriers = (t for t in (*operands, *(t for t, _ in nested)) if isinstance(t, Carrier))
-        planned, at = self.prepared.node(shared, next(carriers), at)
+        planned, at = self.prepared.node(shared, first, at)
         if planned is None:
+            if not node.refs:
+                add_source(self.record, stage)
             planned = self.added.stage(shared, node, operands)
         offer, slots = planned.offer, [b.slot for b in bound]
         assert offer is not None
@@ -365,8 +369,8 @@ class Outside:
                 "model left the sharded one in an object, such as a cache: call dsp.gather(x) on it first"
             ) from error
 
-    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self.runner.stage(stage, call, args, kwargs)
+    def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
+        return self.runner.stage(stage, call, args, kwargs, first)
 
     def read_in_full(self, t: Carrier, error: GlueError) -> None:
         self.runner.read_in_full(t, error)

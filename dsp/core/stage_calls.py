@@ -12,7 +12,7 @@ from torch import nn
 
 from dsp.core.carrier import first_carrier
 from dsp.core.record import Record
-from dsp.core.watch import unwatched
+from dsp.core.watch import unwatched, watching
 from dsp.stages.stage import Stage
 from dsp.support.private import compiled_call, set_compiled_call
 
@@ -20,20 +20,22 @@ UNCHANGED = nullcontext()
 
 
 class StageCall:
-    """Takes the place of a module's call; the record that its first carrier belongs to leads it."""
+    """Takes the place of a module's call; the record that its first carrier, or else a watch, belongs to leads it."""
 
     def __init__(self, stage: Stage, module: nn.Module) -> None:
         self.stage, self.call = stage, compiled_call(module) or module._call_impl
         set_compiled_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        t = first_carrier((*args, *kwargs.values()))
-        if t is not None:
-            record = t.record
+        first: Any = first_carrier((*args, *kwargs.values()))
+        if first is None:
+            first = watching(self.stage)
+        if first is not None:
+            record = first.record
             if self.stage not in record.stages:  # a stage of a parallel model inside the one that runs
                 return self.call(*args, **kwargs)
             with inside(record) if record.sources or record.compiled or not record.planned else UNCHANGED:
-                return record.driver.stage(self.stage, self.call, args, kwargs)
+                return record.driver.stage(self.stage, self.call, args, kwargs, first)
         with unwatched():
             return self.call(*args, **kwargs)  # not in a forward of ours, or inside another stage
 

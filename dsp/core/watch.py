@@ -21,6 +21,7 @@ from dsp.support.private import (
     OpOverload,
     Recompute,
     _get_current_function_mode,
+    _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
     backward_pass,
@@ -94,6 +95,23 @@ class Kernels(TorchFunctionMode):
             return func(*args, **kwargs)
         self.calls = *self.calls, KernelCall(function, args, kwargs)
         return WITHOUT_DATA[function](*args, **kwargs)
+
+
+def watching(stage: Any) -> Watch | None:
+    """The watch that leads a stage which reads no carrier."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, Watch) and stage in mode.record.stages:
+            record = mode.record
+            if record.planned and record.sources_recompute and saving_hooks(False) is not None:
+                mode.watch_recomputation()
+            return mode if not record.planned or stage in record.sources else None
+    return None
+
+
+def add_source(record: Record, func: Any) -> None:
+    """Note a function, or a stage, of a node without a carrier among its operands."""
+    record.sources.add(func)
+    record.sources_recompute |= checkpoint_frame() is not None
 
 
 def watched(record: Record) -> Any:

@@ -19,10 +19,9 @@ from dsp.core.record import Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.recording import Recorder
 from dsp.core.torch_calls import Operand, replaced, without_operands
 from dsp.core.torch_traits import FILLED, SOURCES, grows
-from dsp.core.watch import Watch
+from dsp.core.watch import Watch, add_source
 from dsp.glue.local import LocalRule, frame_of
 from dsp.glue.rules import Frame, localize_source, source_cuts
-from dsp.support.private import checkpoint_frame
 from dsp.support.tensors import memory
 
 
@@ -49,8 +48,7 @@ class SourceWatch(Watch):
             node.results = [Ref(tuple(out.shape))]
             if len(record.rules.of(record, node)) == 1:  # only replicated
                 return out
-        record.sources.add(func)
-        record.sources_recompute |= checkpoint_frame() is not None
+        add_source(record, func)
         return driver.note(func, what, args, kwargs, out)
 
 

@@ -34,7 +34,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode  # is set while a 
 from torch.multiprocessing.reductions import StorageWeakRef  # identifies the memory of a tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # the base of all batch norms
 from torch.nn.modules.dropout import _DropoutNd  # the base of all dropouts
-from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode  # modes leave while a stage runs
+from torch.overrides import (  # modes leave while a stage runs
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils import _pytree as pytree  # tensors inside any arguments
 from torch.utils._mode_utils import no_dispatch  # skips all dispatch modes
 from torch.utils._python_dispatch import (  # sees every op below autograd
@@ -430,6 +435,7 @@ __all__ = [
     "_disable_current_modes",
     "_get_current_dispatch_mode",
     "_get_current_function_mode",
+    "_get_current_function_mode_stack",
     "_pop_mode",
     "_push_mode",
     "_resolve_process_group",

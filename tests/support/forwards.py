@@ -173,12 +173,73 @@ class Mapped(SpaceTime):
         return self.time(torch.vmap(lambda v: v * v.sum(0), in_dims=1, out_dims=1)(y))
 
 
+class Detached(SpaceTime):
+    """A detached tensor, and a detached view, share copies with the tensor, also when that is gone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.space(x)
+        rows = y.transpose(1, 2).detach()
+        total = self.space(y) + self.time(y.detach()) + self.time(y) + self.time(rows.transpose(1, 2))
+        y = y.detach()
+        return total + self.time(y)
+
+
+class Crossed(SpaceTime):
+    """A checkpoint in another one gets a view, of which a view is read in another layout."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        return self.time(x.transpose(1, 2))
+
+    def both(self, x: Tensor) -> Tensor:
+        y = x * 2
+        return again(self.rows, y.transpose(1, 2)) + self.space(y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.space(x)
+        return y + again(self.both, y)
+
+
+class Offsets(nn.Module):
+    """The offsets of places (b t k) from others (b s k), scaled: b t s k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 3))
+
+    def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return (rows[:, :, None] - columns[:, None]) * self.scale
+
+
+class Places(SpaceTime):
+    """A stage that gets plain tensors alone, twice; depth: the checkpoints around it."""
+
+    stages = {**SPACE_TIME, "offsets": "b t [k], b s [k] -> b t s k"}
+
+    def __init__(self, depth: int = 0) -> None:
+        super().__init__()
+        self.offsets, self.mix, self.depth = Offsets(), nn.Linear(3, 16), depth
+
+    def both(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        x = self.space(x + self.mix(self.offsets(rows, columns)))
+        return self.time(x + self.mix(self.offsets(2 * rows, columns)))
+
+    def forward(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        run = self.both
+        for _ in range(self.depth):
+            run = partial(again, run)
+        return run(x, rows, columns)
+
+
 def clip(*shape: int) -> dict[str, Any]:
     return {"x": torch.randn(*shape, dtype=torch.float64)}
 
 
 def segments(n: int) -> dict[str, Any]:
     return {**clip(2, n, 8), "seg": torch.arange(2 * n).view(2, n) % 5}
+
+
+def places(t: int, s: int) -> dict[str, Any]:
+    return {**clip(1, t, s, 16), "rows": torch.rand(1, t, 3).double(), "columns": torch.rand(1, s, 3).double()}
 
 
 # name -> model, inputs, and the elements of the tensor that no rank may make whole (0: there is none)
@@ -196,6 +257,11 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]],
     "mask": (Masks, partial(segments, 101), 2 * 101 * 101),
     "mask in checkpoints": (partial(Masks, 1), partial(segments, 101), 2 * 101 * 101),
     "mask in nested checkpoints": (partial(Masks, 2), partial(segments, 101), 2 * 101 * 101),
+    "detached": (Detached, partial(clip, 1, 7, 7, 16), 0),
+    "a view in nested checkpoints": (Crossed, partial(clip, 1, 7, 7, 16), 0),
+    "a stage of plain tensors": (Places, partial(places, 7, 5), 7 * 5 * 3),
+    "a stage of plain tensors in a checkpoint": (partial(Places, 1), partial(places, 7, 5), 7 * 5 * 3),
+    "a stage of plain tensors in nested checkpoints": (partial(Places, 2), partial(places, 7, 5), 7 * 5 * 3),
     "zeros": (Pairs, partial(clip, 2, 11, 8), 2 * 11 * 11 * 8),
     "zeros written into": (partial(Pairs, True), partial(clip, 2, 11, 8), 2 * 11 * 11 * 8),
 }
