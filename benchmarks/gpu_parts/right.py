@@ -46,7 +46,7 @@ from benchmarks.gpu_parts import (
     told,
 )
 from dsp.comm.layout import Axis
-from dsp.comm.pending import PendingSwitch
+from dsp.comm.pending import ChunkedSwitch
 from dsp.comm.randomness import forked
 from dsp.guard.agreement import Agreement
 from dsp.support.tensors import tensors_in
@@ -566,8 +566,10 @@ def operations(machine: Machine, dtype: torch.dtype) -> Row:
     x = torch.randint(0, 2, (2, 6, 4), device=machine.device).to(dtype)
     x.requires_grad_(dtype.is_floating_point)
     ops, plain = torch.ops.dsp, ([], [], "same", "same")
+    halves = ChunkedSwitch(1, 2, (6, 4), group)
+    halves.send(x)
     made = {
-        "switch": ops.switch(x, 1, 2, 6, group), "two halves": PendingSwitch(x, 1, 2, 6, group).wait(),
+        "switch": ops.switch(x, 1, 2, 6, group), "two halves": halves.join(),
         "several switches": ops.switch_many([x], [1], [2], [6], group, [0], *plain)[0],
         "at once": ops.switch_many([x], [1], [2], [6], group, [], *plain)[0], "gather": ops.gather(x, 1, 6, group),
         "switch_among": ops.switch_among(x, 1, 2, [6], [4], [0], group),

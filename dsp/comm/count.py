@@ -69,5 +69,5 @@ class count_comm(TorchDispatchMode):
 
 
 OURS = re.compile(  # autograd nodes of the library's ops, and of its functions that send in backward
-    f"{OF_AN_OP}_dsp_|SplitInput|WholeInput|_Launch|_Await|_Ahead|_Send|_Join|_Start|_Take|CompiledFunction"
+    f"{OF_AN_OP}_dsp_|SplitInput|WholeInput|_Ahead|_Send|_Join|_Start|_Take|CompiledFunction"
 )

@@ -87,7 +87,7 @@ class RowReads:
     """The rows of one tensor that one rank reads, and that others read of its chunk.
 
     given: for each rank, start and length of the rows it reads in this rank's chunk; taken: those of its rows in
-    this rank's span.
+    this rank's span; travel: both without this rank's own, of which `counts` are the lengths.
     """
 
     def __init__(self, rows: Rows, rank: int) -> None:
@@ -99,6 +99,9 @@ class RowReads:
         first = spans[rank][0]
         self.given = [(max(s - starts[rank], 0) if k else 0, k) for (s, _), k in zip(spans, given)]
         self.taken = [(max(s - first, 0) if k else 0, k) for s, k in zip(starts, taken)]
+        ways = self.given, self.taken
+        self.travel = [[(start, k * (r != rank)) for r, (start, k) in enumerate(way)] for way in ways]
+        self.counts = [[k for _, k in way] for way in self.travel]
 
     def stay(self, g: Tensor, home: bool) -> Tensor:
         """The gradient on this rank where no rows of any rank travel: those that others read have none."""
@@ -127,8 +130,7 @@ class RowsOfOthers(AlongDim):
     def __init__(self, x: Tensor, reads: RowReads, group: str, home: bool) -> None:
         self.reads, self.home = reads, home
         goes, self.comes = (reads.taken, reads.given) if home else (reads.given, reads.taken)
-        gives, self.takes = ([k * (r != reads.rank) for r, (_, k) in enumerate(way)] for way in (goes, self.comes))
-        spans = [(start, k) for (start, _), k in zip(goes, gives)]
+        spans, gives, self.takes = reads.travel[home], reads.counts[home], reads.counts[not home]
         super().__init__(
             (tuple(x.shape), order_of(x)), reads.dim, group, gives, self.takes,
             lambda rows: torch.cat([rows.narrow(0, *span) for span in spans]),

@@ -19,7 +19,7 @@ from dsp.comm.collectives import inexact, summed_in
 from dsp.comm.gradients import connected_local, covered_exit, global_stride
 from dsp.comm.layout import Axis, Cut, chunk, cut_of, factor
 from dsp.comm.moves import SplitInput, gather_local, switch_local
-from dsp.comm.pending import PendingSwitch
+from dsp.comm.pending import ChunkedSwitch
 from dsp.support.tensors import as_dtensor
 
 
@@ -69,8 +69,9 @@ def start_switch(x: DTensor, dim: int, *, axis: str | None = None) -> SwitchHand
         return SwitchHandle(lambda: x)
     fine, (src, dst) = factor(shape, (cut, target))
     local = connected_local(x)
-    pending = PendingSwitch(local.reshape(sp.local_shape(fine, Cut(src))), src, dst, fine[src], sp.group)
-    return SwitchHandle(lambda: _rewrap(pending.wait().reshape(sp.local_shape(shape, target)), x, sp, index, target))
+    halves = ChunkedSwitch(src, dst, (fine[src], fine[dst]), sp.group)
+    halves.send(local.reshape(sp.local_shape(fine, Cut(src))))
+    return SwitchHandle(lambda: _rewrap(halves.join().reshape(sp.local_shape(shape, target)), x, sp, index, target))
 
 
 class SwitchHandle:

@@ -19,10 +19,10 @@ from dsp.comm.exchange import dense, order_of
 from dsp.comm.gradients import waited
 from dsp.comm.layout import Axis, Cut
 from dsp.comm.observers import RUNNING
+from dsp.comm.pending import ChunkedSwitch
 from dsp.core.record import BoundStage, Node, Offer
 from dsp.core.run import refuse_shape, with_dummy
 from dsp.core.torch_calls import GlueError
-from dsp.overlap.chunked import ChunkedSwitch
 from dsp.planner import piece_sizes
 from dsp.stages.stage import Stage
 from dsp.support.private import backward_pass

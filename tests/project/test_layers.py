@@ -24,7 +24,7 @@ ROOMS = {
     "glue": "rules traffic local sources positions offers",
     "glue.rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out""",
-    "overlap": "options hidden chunked pieces choice ahead",
+    "overlap": "options hidden pieces choice ahead",
     "report": "without_data idle quickest traffic legs picture table names cost measure advice plan",
     "compiled": "guards tidy reasons recorded graphs replay",
     "guard": "agreement traffic notes advice guards",

@@ -19,10 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dsp
+from dsp.comm.exchange import UnderWay
 from dsp.comm.hardware import Hardware, Link
 from dsp.comm.layout import Axis, Cut
+from dsp.comm.pending import ChunkedSwitch
 from dsp.comm.wire import AS_IT_IS
-from dsp.overlap.chunked import ChunkedSwitch, UnderWay
 from dsp.overlap.hidden import EXCHANGE
 from dsp.report.table import Plan
 from tests.support.beside import averaged, beside, unsharded
