@@ -133,6 +133,26 @@ def exchanges(
     COLLECTIVES[name] = lambda x, *where: sent(kind, plan(x, *where), x)
 
 
+def exchanges_of_many(
+    schema: str, plans: Callable[..., list[tuple[ExchangePlan, Any]]], fake: Callable[..., Any],
+    back: Callable[..., Any], kind: str,
+) -> None:  # fmt: skip
+    """Define an op on several tensors that is exchanges: `plans` makes them and what each packs of the arguments."""
+
+    def kernel(xs: list[Tensor], *where: Any) -> list[Tensor]:
+        # all at once: links have something to send while a rank waits for a slower one
+        under_way = [(plan, launched(plan.pack(x), plan)) for plan, x in plans(xs, *where)]
+        for _, one in under_way:
+            one.go_on()
+        made = [plan.unpack(one.arrived()) for plan, one in under_way]
+        while isinstance(made[0], list):
+            made = [y for own in made for y in own]
+        return [y if y.ndim == x.ndim else y.view(x.dtype).squeeze(-1) for x, y in zip(xs, made)]
+
+    name = collective(schema, kernel, fake, back)
+    COLLECTIVES[name] = lambda *args: [one for plan, x in plans(*args) for one in sent(kind, plan, x)]
+
+
 def resized(x: Tensor, sizes: dict[int, int]) -> Tensor:
     """A new tensor like x, with other sizes of some dims."""
     return like(x, [sizes.get(d, size) for d, size in enumerate(x.shape)])
@@ -212,22 +232,10 @@ def _switches(
     return [(Together(plans), [[xs[i] for i in own] for own in groups])]
 
 
-def _switch_many(xs: list[Tensor], *where: Any) -> list[Tensor]:
-    # all at once: links have something to send while a rank waits for a slower one
-    plans = _switches(xs, *where)
-    under_way = [(plan, launched(plan.pack(x), plan)) for plan, x in plans]
-    for _, one in under_way:
-        one.go_on()
-    made = [plan.unpack(one.arrived()) for plan, one in under_way]
-    while isinstance(made[0], list):
-        made = [y for own in made for y in own]
-    return [y if y.ndim == x.ndim else y.view(x.dtype).squeeze(-1) for x, y in zip(xs, made)]
-
-
-collective(
+exchanges_of_many(
     "switch_many(Tensor[] xs, int[] src, int[] dst, int[] src_size, str group, int[] of, int[] src_pieces, "
     "int[] dst_pieces, str wire, str back) -> Tensor[]",
-    _switch_many,
+    _switches,
     lambda xs, src, dst, size, group, of, *pieces: [
         ops.switch(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, size))
     ],
@@ -235,8 +243,8 @@ collective(
         gs, [dst[i] for i in asks], [src[i] for i in asks], [shapes[i][dst[i]] for i in asks], group,
         [of[i] for i in asks] if of else [], gone, came, back, wire,
     ),
+    "switch",
 )  # fmt: skip
-COLLECTIVES["switch_many"] = lambda *args: [one for plan, x in _switches(*args) for one in sent("switch", plan, x)]
 
 
 def _start(x: Tensor, out_splits: list[int], in_splits: list[int], group: str, total: int, rows: list[int]) -> Tensor:

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsp.comm.collectives import AlongDim, collective, resized, summed_in
-from dsp.comm.exchange import Bytes, ExchangePlan, Together, dense, order_of, ranks, run
-from dsp.comm.traffic_formulas import COLLECTIVES, sent
+from dsp.comm.collectives import AlongDim, exchanges_of_many, resized, summed_in
+from dsp.comm.exchange import Bytes, ExchangePlan, Together, dense, order_of, ranks
 from dsp.planner import chunk_sizes
 
 Span = tuple[int, int]  # start and stop
@@ -154,17 +153,11 @@ class RowsOfOthers(AlongDim):
         return total.to(dtype)
 
 
-def _exchange(home: bool, xs: list[Tensor], *where: Any) -> tuple[ExchangePlan, Any]:
-    """The exchange of the rows of several tensors, and what it packs."""
+def _exchange(home: bool, xs: list[Tensor], *where: Any) -> list[tuple[ExchangePlan, Any]]:
     plans: list[ExchangePlan] = [RowsOfOthers(x, reads, where[-1], home) for x, reads in zip(xs, reads_of(*where))]
     if len(plans) == 1:
-        return plans[0], xs[0]
-    return Together([Bytes(p, x.dtype) for p, x in zip(plans, xs)] if len({x.dtype for x in xs}) > 1 else plans), xs
-
-
-def _kernel(home: bool, xs: list[Tensor], *where: Any) -> list[Tensor]:
-    made = run(*_exchange(home, xs, *where))
-    return made if isinstance(made, list) else [made]
+        return [(plans[0], xs[0])]
+    return [(Together([Bytes(p, x.dtype) for p, x in zip(plans, xs)] if len({x.dtype for x in xs}) > 1 else plans), xs)]
 
 
 def _back(
@@ -185,8 +178,7 @@ def _fake(home: bool, xs: list[Tensor], *where: Any) -> list[Tensor]:
 
 for _name, _home in (("rows", False), ("rows_home", True)):
     _schema = f"{_name}(Tensor[] xs, int[] dims, int[] sizes, int[] spans, str group) -> Tensor[]"
-    collective(_schema, partial(_kernel, _home), partial(_fake, _home), partial(_back, not _home))
-    COLLECTIVES[_name] = partial(lambda home, *args: sent("rows", *_exchange(home, *args)), _home)
+    exchanges_of_many(_schema, partial(_exchange, _home), partial(_fake, _home), partial(_back, not _home), "rows")
 
 
 def read_rows(xs: Sequence[Tensor], rows: Sequence[Rows], group: str) -> list[Tensor]:
