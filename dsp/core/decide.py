@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dsp.comm.layout import separable
-from dsp.core.placement import place
+from dsp.core.placement import base_layouts, place
 from dsp.core.record import FREE, Base, Layout, Node, Offer, Record, Ref, replicated
 from dsp.planner import Choice, Infeasible, Op, Problem, Solution, chunk_sizes, length, solve
 from dsp.planner import Value as Extents
@@ -166,15 +166,6 @@ def choice(node: Node, o: Offer, k: int) -> Choice:
     into = written_bases(node)
     gives = *o.gives[: len(node.results)], *(layouts[node.bases.index(v)] for v in into)
     return Choice(layouts, gives, bytes=o.nbytes, calls=o.calls, rank=int(o.last_resort), execution=k)
-
-
-def base_layouts(node: Node, o: Offer) -> tuple[Layout, ...]:
-    """The layouts that an offer needs of the node's bases. One that two views need in different cuts is replicated."""
-    needs: dict[Base, set[Layout]] = {v: set() for v in node.bases}
-    for t, need in zip(node.operands, o.needs):
-        if isinstance(t, Ref):
-            needs[t.base].add(None if need is None else t.base_cut(need))
-    return tuple(next(iter(cuts)) if len(cuts) == 1 else None for cuts in needs.values())
 
 
 def without_batch(

@@ -68,7 +68,7 @@ def add_inputs(record: Record, bound: Sequence[Bound], sharded: Mapping[str, Cut
 
 def add_base(record: Record, param: str, cut: Layout) -> None:
     """Add the base of an input that arrives in a cut."""
-    base = record.new_base(record.inputs[param])
+    base = record.new_base(record.inputs[param], free=param not in record.patterns and cut is None)
     if param in record.patterns:
         allow_named(base, record.patterns[param], record.sizes, record.n)
     base.arrive(cut)

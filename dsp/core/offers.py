@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dsp.comm.layout import Axis, Cut
+from dsp.comm.layout import Axis
 from dsp.core.carrier import Carrier
 from dsp.core.record import (
     Base,
@@ -39,9 +39,8 @@ class Rules(Protocol):
     def of(self, record: Record, node: Node) -> list[Offer]:
         """The ways to run an operation; its operands and those of earlier nodes have their bases."""
 
-    def offer_cut(self, record: Record, node: Node, cut: Cut) -> None:
-        """Add the offer of an operation that gives this cut of its result, if it has one; its operands may then be cut
-        so."""
+    def complete(self, record: Record) -> None:
+        """Add offers that depend on later nodes; all nodes have their others."""
 
     def view(self, node: Node, axis: Axis, cut: Layout, local: Tensor) -> Tensor:
         """The view that a node took, of another part of its operand."""
@@ -96,20 +95,8 @@ def lay_out(record: Record) -> None:
                 ref.base, ref.maker = source.base, node
             else:
                 add_base(record, node, ref, k)
-    for node in reversed(record.nodes):
-        if node.kind == "operation" and not (node.identity or node.view or node.in_place) and len(node.results) == 1:
-            offer_earlier(record, node)
+    record.rules.complete(record)
     fix_written(record)
-
-
-def offer_earlier(record: Record, node: Node) -> None:
-    """Offer a cut that a later node asks for where the tensor is made, if what it is made of has fewer bytes."""
-    [result] = node.results
-    gives = {o.gives[0] for o in node.offers}
-    asked = [cut for cut in result.base.cuts if cut not in gives]
-    if asked and max((t.nbytes for t in node.refs), default=0) < result.nbytes:
-        for cut in asked:
-            record.rules.offer_cut(record, node, cut)
 
 
 def add_base(record: Record, node: Node, ref: Ref, k: int) -> None:

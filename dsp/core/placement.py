@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsp.core.record import Base, Layout, Node, Record, Relayout
+from dsp.core.record import Base, Layout, Node, Offer, Record, Ref, Relayout
 from dsp.planner import Choice, Move, Op, Problem, Solution, fuses
 
 
@@ -23,7 +23,7 @@ def place(
     for op, pick in zip(ops, picks):
         for v, cut in zip(op.inputs, pick.needs):
             used.setdefault(v, set()).add(cut)
-    settled = sources_in_place(nodes, ops, used)
+    settled = sources_in_place(nodes, ops, picks)
     entry: dict[int, Layout] = {}
     number = {v: i for i, v in reversed([*enumerate(bases)])}
     for param, ref in record.inputs.items():
@@ -47,17 +47,31 @@ def place(
         node.push = [push.get(v) for v in op.outputs[: len(node.results)]]
 
 
-def sources_in_place(nodes: list[Node], ops: Sequence[Op], used: dict[int, set[Layout]]) -> set[int]:
-    """Let sources that all readers read in one cut be made in it, batch or not; return their values."""
+def sources_in_place(nodes: list[Node], ops: Sequence[Op], picks: Sequence[Choice]) -> set[int]:
+    """Let what is made of sources alone, and read in one cut by all, be made in it, batch or not; return the values."""
     settled: set[int] = set()
-    for node, op in zip(nodes, ops):
-        if node.kind == "operation" and not node.bases and op.outputs:
+    used: dict[int, set[Layout]] = {}
+    for node, op, pick in reversed([*zip(nodes, ops, picks, strict=True)]):
+        needs = pick.needs
+        free = node.kind == "operation" and all(v.free for v in node.bases)
+        if free and len(op.outputs) == 1 and not (node.writes or any(needs)):
             [v] = op.outputs
-            offer = next((o for o in node.offers if {o.gives[0]} == used.get(v)), None)
+            offer = next((o for o in node.offers if {o.gives[0]} == used.get(v) and not o.inner), None)
             if offer is not None:
-                node.offer = offer
+                node.offer, needs = offer, base_layouts(node, offer)
                 settled.add(v)
+        for v, cut in zip(op.inputs, needs):
+            used.setdefault(v, set()).add(cut)
     return settled
+
+
+def base_layouts(node: Node, o: Offer) -> tuple[Layout, ...]:
+    """The layouts that an offer needs of the node's bases. One that two views need in different cuts is replicated."""
+    needs: dict[Base, set[Layout]] = {v: set() for v in node.bases}
+    for t, need in zip(node.operands, o.needs):
+        if isinstance(t, Ref):
+            needs[t.base].add(None if need is None else t.base_cut(need))
+    return tuple(next(iter(cuts)) if len(cuts) == 1 else None for cuts in needs.values())
 
 
 def pushes(

@@ -20,6 +20,7 @@ from dsp.core.functions import PRODUCTS, draws
 from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced
 from dsp.core.watch import KernelCall
+from dsp.glue.later import EarlierCuts, gather_once
 from dsp.glue.local import LocalRule, frame_of
 from dsp.glue.positions import refuse_positions
 from dsp.glue.rules import Frame, Outcome
@@ -56,27 +57,9 @@ class ShardingRules:
                 combinations.along_all_dims()
         return combinations.offers_for_node()
 
-    def offer_cut(self, record: Record, node: Node, cut: Cut) -> None:
-        """Where the operation works element by element: its operands broadcast to the result."""
-        last = cut.dim - node.results[0].ndim
-        size = node.results[0].shape[last]
-        needs: list[Layout] = []
-        for t in node.operands:
-            along = t.ndim >= -last and t.shape[last] == size
-            needs.append(cut._replace(dim=t.ndim + last) if along else None)
-            if along and not (isinstance(t, Ref) and t.maker is None):
-                return
-        try:
-            outcome = frame_of(node, needs, record.n).outcome()
-        except Exception:  # no such offer
-            return
-        if any(needs) and outcome.cut == cut and not inner_collectives(node, needs, outcome, record.n):
-            batch = cut in node.results[0].base.batch
-            for t, need in zip(node.operands, needs):
-                if need is not None:
-                    t.base.allow(need, batch)  # type: ignore[attr-defined]
-            local = LocalRule(node, tuple(needs))
-            node.offers.append(Offer(tuple(needs), (cut,), (outcome.size,), (), batch, local))
+    def complete(self, record: Record) -> None:
+        gather_once(record, max(record.long, record.longest // SHORT))
+        EarlierCuts(record).offer()
 
     def view(self, node: Node, axis: Axis, cut: Layout, local: Tensor) -> Tensor:
         assert isinstance(node.call, Operation)
@@ -242,13 +225,13 @@ class Combinations:
     def offers_for_node(self) -> list[Offer]:
         """The offers; what no rule takes is replicated, and nothing long is replicated without need."""
         node, record = self.node, self.record
-        free = all(v.free for v in node.bases)
-        if free:
+        if free := all(v.free for v in node.bases):
             self.cut_weights()
-        longest = record.longest if free else max(record.long, record.longest // SHORT)
         parts = [o for o in self.offers if any(o.needs)]
-        long = record.n * max(t.nbytes for t in [*node.refs, *node.results]) > longest
-        if long and any(not o.last_resort for o in parts):
+        long = record.n * max(t.nbytes for t in [*node.refs, *node.results]) > max(record.long, record.longest // SHORT)
+        if free:  # of offers of equal cost the planner takes the first
+            self.offers.sort(key=lambda o: not any((*o.needs, *o.gives)))
+        elif long and any(not o.last_resort for o in parts):
             self.offers = parts
         if not self.offers:
             self.offers, self.views = [replicated(node, len(node.results))], False

@@ -38,10 +38,10 @@ class SourceWatch(Watch):
         driver.meter.start()
         out = func(*args, **kwargs)
         if not recorded:
-            if what.name in FILLED and isinstance(out, Tensor):
-                driver.fills[memory(out)] = key
             long = key in record.filled or record.n * getattr(out, "nbytes", 0) > record.longest
             if not long or not is_source(what.name, tensors, out):
+                if what.name in FILLED and isinstance(out, Tensor):
+                    driver.fills[memory(out)] = key
                 return out
             refs = operands_of(tensors)
             node = Node("operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))))

@@ -43,9 +43,10 @@ class Loads:
         parts = zip(decision.nodes, self.problem.ops, decision.choices)
         self.steps = [PlanStep(at, *part) for at, part in enumerate(parts)]
         self.views = [node for node in record.nodes if node.view or node.identity]
-        self.stretched = {
+        self.uncounted = {
             op.outputs[0] for _, node, op, _ in self.steps if node.name in EXPANDED and op.outputs and grown(node)
-        }
+        }  # and what every rank gets
+        self.uncounted |= {v for v, base in enumerate(decision.bases) if base.free and base.arrival}
         self.shares = [self.share(step) for step in self.steps]
         self.held = [self.largest(step) for step in self.steps]
         self.longest = max((largest for _, largest in self.held), default=0) or 1
@@ -67,7 +68,7 @@ class Loads:
     def largest(self, step: PlanStep) -> tuple[int, int]:
         if step.node.kind == "output":  # full, if the caller asked for it
             return 0, 0
-        layouts = [(v, cut) for v, cut in step.op.layouts(step.choice) if v not in self.stretched]
+        layouts = [(v, cut) for v, cut in step.op.layouts(step.choice) if v not in self.uncounted]
         parts = [self.local(v, cut) for v, cut in layouts]
         full = [self.problem.values[v].nbytes for v, _ in layouts]
         if step.option is not None and step.option.onto:  # each rank's sum has the full size

@@ -134,7 +134,9 @@ def test_a_gradient_comes_to_what_is_written_after_its_view_was_taken() -> None:
     assert one.bytes == two.bytes
 
 
-def test_new_zeros_tell_how_they_lie_until_something_sharded_is_written_into_them() -> None:
+def test_long_new_zeros_are_sharded_from_the_start_and_contiguous_as_all_that_is_sharded() -> None:
+    """Short ones stay plain. The forward is recorded once: what is printed is printed once."""
+
     def zeros(m: toys.SpaceTime, x: Tensor) -> Tensor:
         table = torch.zeros(3, 4).t()
         out = torch.zeros(2, 3, 4, toys.C).transpose(1, 2)
@@ -145,4 +147,4 @@ def test_new_zeros_tell_how_they_lie_until_something_sharded_is_written_into_the
 
     with contextlib.redirect_stdout(io.StringIO()) as said:
         dsp.plan(toys.SpaceTime(zeros), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
-    assert said.getvalue().split() == ["False", "False", "True", "True"]
+    assert said.getvalue().split() == ["False", "True", "True", "True"]

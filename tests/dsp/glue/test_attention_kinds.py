@@ -80,6 +80,19 @@ class Attention(nn.Module):
         return x + self.out(KINDS[self.kind](q, k, v).transpose(1, 2).flatten(2))
 
 
+class FewKeys(nn.Module):
+    """Heads of keys that 3 ranks cannot cut, as views of projections of their own: their base is gathered, not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(C, C), nn.Linear(C, C // 3), nn.Linear(C, C // 3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = F.layer_norm(input, (C,))
+        q, k, v = (f(x).view(*x.shape[:2], -1, C // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return input + F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
 class Packed(nn.Module):
     """torch's own module, which projects inside of one function; by default it makes its weights."""
 
@@ -103,6 +116,7 @@ def llama(kind: str) -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{kind: lambda kind=kind: nn.Sequential(Attention(kind), Attention(kind)) for kind in KINDS},  # type: ignore[misc]
+    "few heads of keys": FewKeys,
     "nn.MultiheadAttention": Packed,
     "nn.MultiheadAttention, weights": lambda: Packed(True),
     "nn.TransformerEncoder": lambda: nn.TransformerEncoder(
@@ -136,7 +150,7 @@ def exact(mesh: DeviceMesh, name: str) -> tuple[float, int, int]:
     return plan.share, plan.bytes["forward"], sent
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "groups", "nn.TransformerEncoder"))
+@pytest.mark.parametrize("name", slow_but(MODELS, "groups", "few heads of keys", "nn.TransformerEncoder"))
 def test_exact_and_shared(ranks: Any, name: str) -> None:
     found = ranks(exact, 3, name)
     planned = found[0][1]
@@ -144,7 +158,7 @@ def test_exact_and_shared(ranks: Any, name: str) -> None:
     if "Llama" not in name:  # which makes a mask where tensors have no data, and none in a run: that is told
         assert 0.9 * planned < max(sent for *_, sent in found) <= planned  # not the same rank is the busiest in all
     # a bias is longer than the tokens, and whole; of one attention alone to gather the keys costs least
-    if name != "a bias a head" and "nn.MultiheadAttention" not in name:
+    if name not in ("a bias a head", "few heads of keys") and "nn.MultiheadAttention" not in name:
         assert found[0][0] <= 0.4
 
 
