@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from dsp.comm import moves
 from dsp.comm.exchange import order_of
 from dsp.comm.layout import Axis, Cut
 from dsp.comm.moves import Part, gather_local, switch_all, switch_local
+from dsp.comm.observers import observing
+from dsp.comm.pending import ChunkedSwitch, ahead
 from dsp.planner import MOVES, Value, chunk_sizes
 from dsp.support import private
 
@@ -325,6 +329,37 @@ def test_large_all_to_alls_over_gloo_are_messages(mesh: DeviceMesh) -> None:
         private.LARGE, private.in_messages = least, begun
     assert all(sent)
     assert len(sent) > 50
+
+
+def test_an_observer_hears_of_each_collective_once(mesh: DeviceMesh) -> None:
+    """However it is sent; and in backward of those that its forward had."""
+    heard: list[str] = []
+    observer = SimpleNamespace(on_collective=lambda name, args: heard.append(name), for_backward=lambda: observer)
+    group, n = mesh.get_group().group_name, mesh.size()
+
+    def halves(x: Tensor) -> Tensor:
+        switch = ChunkedSwitch(1, 2, (2 * n, 6), group)
+        switch.send(x)
+        return switch.join()
+
+    def sent_ahead(x: Tensor) -> Tensor:
+        y, arrive = ahead(x, 1, 2, 2 * n, group)
+        arrive()
+        return y
+
+    ops = torch.ops.dsp
+    ways = {
+        "switch": lambda x: ops.switch(x, 1, 2, 2 * n, group), "gather": lambda x: ops.gather(x, 1, 2 * n, group),
+        "switch_many": lambda x: ops.switch_many([x], [1], [2], [2 * n], group, [0], *PLAIN)[0],
+        "start start": halves, "start switch": sent_ahead,
+    }  # fmt: skip
+    back = {"gather": ["gather", "reduce_scatter"]}
+    for name, way in ways.items():
+        heard.clear()
+        with observing(observer):
+            y = way(torch.ones(1, 2, 6, requires_grad=True))
+        y.sum().backward()
+        assert heard == back.get(name, name.split() if " " in name else [name] * 2)
 
 
 def test_fused_all_to_alls_have_a_fake_kernel(mesh: DeviceMesh) -> None:
