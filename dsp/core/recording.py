@@ -243,6 +243,7 @@ class ModelCopy:
         self.staged = {id(m) for module in modules for m in module.modules()}
         skeleton = Skeleton(copies.of, {id(m): group[0] for group in groups for m in group[1:]}, self.staged)
         self.module = skeleton.of(model)
+        self.module._forward_hooks.clear()  # in a run they get what the parallel forward has returned
         for stage in stages:
             StageCall(stage, skeleton.memo[id(stage.module)])
         self.memo = skeleton.memo
