@@ -97,8 +97,9 @@ class Gradients:
         read = self.read_after_write(reached)
         for node, operands, results in self.edges:
             refs: list[Ref | None] = [*node.results] or [None] * len(results)
-            node.result_grads = tuple(e in reached or r in read for r, e in zip(refs, results))
-            if any(r in read for r in node.results):
+            later = [e is not None and r in read for r, e in zip(refs, results)]  # without an edge there was no gradient
+            node.result_grads = tuple(e in reached or written for e, written in zip(results, later))
+            if any(later):
                 node.operand_grads = tuple(e is not None for e in operands)
                 continue
             entered = reached if node.kind != "operation" else reached & behind(results, {*operands}, made, reached)
