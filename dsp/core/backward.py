@@ -97,7 +97,7 @@ class Gradients:
         read = self.read_after_write(reached)
         for node, operands, results in self.edges:
             refs: list[Ref | None] = [*node.results] or [None] * len(results)
-            later = [e is not None and r in read for r, e in zip(refs, results)]  # without an edge there was no gradient
+            later = [e is not None and r in read for r, e in zip(refs, results)]  # no edge: it had no gradient then
             node.result_grads = tuple(e in reached or written for e, written in zip(results, later))
             if any(later):
                 node.operand_grads = tuple(e is not None for e in operands)
@@ -111,7 +111,8 @@ class Gradients:
 
         A write in place replaces the edge of a view that it wrote into: what reads the view later has the new one.
         """
-        written = {t for node, *_ in self.edges if node.in_place for t in node.operands[:1] if isinstance(t, Ref)}
+        writing = [node for node, *_ in self.edges if node.in_place or node.kind == "stage"]
+        written = {t for node in writing for i in node.writes if isinstance(t := node.operands[i], Ref)}
         pairs = (pair for node, operands, _ in self.edges for pair in zip(node.operands, operands))
         return {t for t, e in pairs if e in reached and t in written}
 

@@ -131,7 +131,8 @@ class Recorder:
         operands, read = [b.tensor for b in bound], dict(zip(map(id, carried), tensors))
         refuse_functions(operands)
         versions, state = [*map(version, operands)], self.state_of(stage)
-        edges = [edge(read[id(t)]) for t in (*operands, *nested)]
+        full = [read[id(t)] for t in (*operands, *nested)]
+        edges, written = [*map(edge, full)], [edges_into([t], True)[0] for t in full]
         self.meter.start(node)
         self.kernels.calls = ()
         with self.seen.stage():
@@ -146,6 +147,7 @@ class Recorder:
         node.writes = tuple(i for i, t in enumerate(operands) if version(t) != versions[i])
         record.add((stage.name, tuple(key_part(t) for t in operands)), node)
         node.regions = self.regions.places(before)
+        edges = [written[i] if i in node.writes else e for i, e in enumerate(edges)]
         self.gradients.note(node, edges, map(edge, results))
         return self.carried(node, map_tensors(out, results))
 
