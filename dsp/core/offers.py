@@ -5,12 +5,13 @@ What operations between stages can do is asked of `Rules`; `dsp.glue` has them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from dsp.comm.layout import Axis
+from dsp.comm.layout import Axis, Cut
 from dsp.core.carrier import Carrier
 from dsp.core.record import (
     Base,
@@ -163,8 +164,30 @@ def unrecorded_offers(node: Node) -> list[Offer]:
 def allow_needed(node: Node, option: Option) -> None:
     """Let the operands of a stage be cut as an option needs them."""
     for t, cut in zip(node.operands, option.cuts):
-        if isinstance(t, Ref) and cut is not None and t.base_cut(cut) is None and t.maker is None:
-            t.base.allow(cut, option.last_resort)
+        if isinstance(t, Ref) and cut is not None:
+            allow(t, cut, option.last_resort)
+
+
+def allow(t: Ref, cut: Cut, batch: bool) -> None:
+    """Let a tensor be cut so, with its base, if that has such a cut. batch: the cut divides the batch."""
+    if (base_cut := cut_behind(t, cut)) is not None:
+        t.base.allow(base_cut, batch)
+
+
+def cut_behind(t: Ref, cut: Cut) -> Layout:
+    """The cut of its base under which a tensor has `cut`: one that the base may have, or another one, along any dim and
+    any fold that the view opens."""
+    if t.maker is None:
+        return cut
+    return t.base_cut(cut) or next((c for c in cuts_behind(t) if t.cut_under(c) == cut), None)
+
+
+def cuts_behind(t: Ref) -> Iterator[Cut]:
+    """The cuts of its base that a cut of a view may be."""
+    shape = t.base.ref.shape
+    folds = {math.prod(t.shape[i:j]) for i in range(t.ndim) for j in range(i, t.ndim)}
+    for d, size in enumerate(shape):
+        yield from (Cut(d, outer) for outer in sorted(folds) if size and size % outer == 0)
 
 
 def sums(

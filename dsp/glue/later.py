@@ -12,6 +12,7 @@ from collections import Counter
 
 from dsp.comm.layout import Cut
 from dsp.core.functions import PRODUCTS
+from dsp.core.offers import cut_behind
 from dsp.core.record import Base, Layout, Node, Offer, Record, Ref, replicated
 from dsp.glue.local import LocalRule, frame_of
 from dsp.glue.rules import Outcome
@@ -110,12 +111,4 @@ class EarlierCuts:
 def base_cuts(node: Node, needs: Needs) -> list[tuple[Base, Layout]]:
     """The base of each operand that is a `Ref`, and its cut under which the operand has the cut that it needs."""
     refs = [(t, need) for t, need in zip(node.operands, needs) if isinstance(t, Ref)]
-    return [(t.base, None if need is None else base_cut(t, need)) for t, need in refs]
-
-
-def base_cut(t: Ref, cut: Cut) -> Layout:
-    """The cut of its base under which a tensor has `cut`: one that the base may have, or one along another dim."""
-    if t.maker is None:
-        return cut
-    others = (Cut(d) for d, size in enumerate(t.base.ref.shape) if size > 1)
-    return t.base_cut(cut) or next((c for c in others if t.cut_under(c) == cut), None)
+    return [(t.base, None if need is None else cut_behind(t, need)) for t, need in refs]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsp.comm.layout import Axis, Cut
 from dsp.core.functions import PRODUCTS, draws
+from dsp.core.offers import allow
 from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced
 from dsp.core.watch import KernelCall
@@ -120,11 +121,11 @@ class Combinations:
     def along_all_dims(self) -> None:
         """Let the operands be cut along any dim, and gathered; try again."""
         for t in self.node.refs:
-            base = t.base.ref
-            for d, size in enumerate(base.shape):
+            cut = {c.dim for base in t.base.cuts if (c := t.cut_under(base))}
+            for d, size in enumerate(t.shape):
                 fold = d == 0 and size != self.batch and self.batch > 1 and size % self.batch == 0
-                if size > (self.batch if fold else 1) and not any(c.dim == d for c in t.base.cuts):
-                    t.base.allow(Cut(d, self.batch if fold else 1), batch=d == 0 and self.record.leads(base))
+                if size > (self.batch if fold else 1) and d not in cut:
+                    allow(t, Cut(d, self.batch if fold else 1), batch=d == 0 and self.record.leads(t))
         self.restart()
         self.combine(only_small=False)
 
