@@ -110,6 +110,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     if "mesh" not in names:
         return None
+    assert "monkeypatch" not in names, "a patch would stay in the ranks: use `with pytest.MonkeyPatch.context()`"
     given = {name: pyfuncitem.funcargs[name] for name in names}
     n, pool = given.pop("mesh"), pyfuncitem._request.getfixturevalue("ranks")
     pool(partial(pyfuncitem.obj, **given), n)
