@@ -75,7 +75,7 @@ def idle_in(record: Record) -> Iterator[tuple[str, str | None, int]]:
 
 def repeats_work(record: Record) -> bool:
     """Tell whether every rank may repeat work on long tensors; what that costs, a measured plan tells."""
-    return record.compiled or any(replicated_node(record, node) for node in record.nodes)
+    return record.compiled or any(replicated_node(record, n) or without_rule(n) for n in record.nodes)
 
 
 def repeated(record: Record) -> list[Whole]:
@@ -94,11 +94,14 @@ def longest(node: Node) -> int:
 
 
 def replicated_node(record: Record, node: Node) -> bool:
-    """Tell whether every rank runs a node in full, on a long tensor; what has no rule may have one inside."""
+    """Tell whether every rank runs a node in full, on a long tensor."""
     if node.offer is None or node.view or node.identity or node.kind == "output":
         return False
     if node.kind == "stage":
         return node.offer.option is None or node.offer.option.name in (None, *BATCH_NAMES)
-    long = longest(node) * record.n >= 1.5 * record.longest
-    unknown = node.kind == "operation" and node.name not in RULES and bool(node.refs and node.results)
-    return (long or unknown) and not any((*node.offer.needs, *node.offer.gives))
+    return longest(node) * record.n >= 1.5 * record.longest and not any((*node.offer.needs, *node.offer.gives))
+
+
+def without_rule(node: Node) -> bool:
+    """Tell whether a node makes tensors by no rule: such as a cell's, they may be long inside."""
+    return node.kind == "operation" and node.name not in RULES and bool(node.refs and node.results)

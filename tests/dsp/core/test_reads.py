@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from tests.support.beside import beside
-from tests.support.records import left_plan, planned
+from tests.support.records import left_plan, planned, records
 from tests.support.toys import C, Does
 
 
@@ -27,6 +27,13 @@ def padded(m: Any, x: Tensor, pad: Tensor) -> Tensor:
 
 def activations(m: Any, x: Tensor, pad: Tensor) -> Tensor:
     return m.lin(x) * (2 if float(m.lin(x).detach().sum()) < 1e9 else 1)
+
+
+def written(m: Any, x: Tensor, pad: Tensor) -> Tensor:
+    """A branch by a number that was written in place."""
+    length = pad.sum()
+    length += 9
+    return m.lin(x) if float(length) > 5 else x.softmax(1)
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
@@ -48,4 +55,14 @@ def test_activations_are_not(mesh: DeviceMesh) -> None:
     beside(single, model, mesh, (x, x[..., 0]))
     assert not planned(model)
     beside(single, model, mesh, (x, x[..., 0]), rounds=2)
+    assert planned(model)
+
+
+def test_what_was_written_is_not_read_as_it_was(mesh: DeviceMesh) -> None:
+    single = Does(written, lin=nn.Linear(C, C)).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s c"})
+    inputs = torch.randn(1, 25, C, dtype=torch.float64), torch.zeros(1, 25)
+    beside(single, model, mesh, inputs)
+    assert not records(model)[0].planned
+    beside(single, model, mesh, inputs, rounds=2)
     assert planned(model)

@@ -80,7 +80,8 @@ class Graph(nn.Module):
     class Added(Conv):
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
             sent = self.lin(x)[edges[0]]
-            return x.new_zeros(x.shape).index_put_((edges[1],), sent, accumulate=True)
+            places = edges[1][:, None] * 6 + torch.arange(6)
+            return x.new_zeros(x.shape).put_(places, sent, accumulate=True)
 
     class Reading(Added):
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
@@ -195,7 +196,7 @@ def test_cells_of_pixels_need_a_line_which_discover_finds() -> None:
 def test_what_no_line_helps_is_said_too() -> None:
     plan = planned(*CASES["written graph"])
     assert plan.share == 1
-    said = "index_put() in conv (720 B). index_put(): it has no rule for a sharded tensor"
+    said = "put() in conv (1.4 KiB). put(): it has no rule for a sharded tensor"
     assert f"between stages every rank runs these operations whole: {said}" in plan.advice
     with pytest.raises(ValueError, match="no dim to shard in Graph but the batch: conv computes over all other dims"):
         dsp.discover(CASES["written graph"][0](), CASES["written graph"][1])
@@ -243,7 +244,7 @@ def test_a_forward_that_reads_its_inputs_is_told_once(mesh: DeviceMesh) -> None:
         for _ in range(3):
             model(*inputs)
     said = [
-        "between stages every rank runs these operations whole: index_put() in conv (720 B). index_put(): it has no "
+        "between stages every rank runs these operations whole: put() in conv (1.4 KiB). put(): it has no "
         "rule for a sharded tensor. dsp.discover tells whether a stage there can be sharded, and finds its line"
     ]
     assert heard.texts == (said if mesh.get_local_rank() == 0 else [])
@@ -255,7 +256,7 @@ class Unplanned(Graph):
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         y = self.conv.lin(x)
         y = y * 2 if float(y.square().sum()) > 1 else y
-        return y.index_put_((edges[0],), y.new_ones(6))
+        return y.put_(edges[0], y.new_ones(12))
 
 
 def test_a_forward_that_no_plan_can_be_made_of_is_told_once(mesh: DeviceMesh) -> None:
@@ -269,7 +270,7 @@ def test_a_forward_that_no_plan_can_be_made_of_is_told_once(mesh: DeviceMesh) ->
     first = mesh.get_local_rank() == 0
     said = (
         r"the first call of Unplanned runs without a plan: it reads its data: float\(\) at test_plan_whole.py:\d+, .*"
-        r"planned by it: between stages every rank runs these operations whole: index_put\(\) \(\d+ B\)"
+        r"planned by it: between stages every rank runs these operations whole: put\(\) \(\d+ B\)"
     )
     assert [re.fullmatch(said, text) is not None for text in heard.texts] == [True] * first
 
