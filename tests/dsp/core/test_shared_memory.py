@@ -15,6 +15,7 @@ import dsp
 from dsp.support.tensors import overlap
 from tests.support import toys
 from tests.support.beside import beside, exact
+from tests.support.runs import Heard
 from tests.support.toys import C, SpaceTime
 
 
@@ -273,3 +274,18 @@ def test_a_write_into_an_input_under_inference_mode(mesh: DeviceMesh) -> None:
     for own, says in ((False, "writes in place into the model's own input"), (True, "[Ii]nference tensor|own input")):
         with torch.inference_mode(), pytest.raises(RuntimeError, match=says):
             model(x.clone() if own else x)
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_what_is_written_in_another_layout_stays_in_it(mesh: DeviceMesh) -> None:
+    """Numbers at places of the full tensor: it is gathered for them, and once, as planned."""
+
+    def put(m: Any, x: Tensor) -> Tensor:
+        y = m.lin(x)
+        return y.put_(torch.tensor([0, 9, 25]), y.new_ones(3)) * 2
+
+    single, x = toys.Does(put, lin=nn.Linear(C, C)).double(), torch.randn(1, 7, C, dtype=torch.float64)
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s c"})
+    with Heard() as heard:
+        beside(single, model, mesh, (x,), rounds=2)
+    assert not any("its plan says" in text for text in heard.texts)
