@@ -74,8 +74,12 @@ def idle_in(record: Record) -> Iterator[tuple[str, str | None, int]]:
 
 
 def repeats_work(record: Record) -> bool:
-    """Tell whether every rank may repeat work on long tensors; what that costs, a measured plan tells."""
-    return record.compiled or any(replicated_node(record, n) or without_rule(n) for n in record.nodes)
+    """Tell whether every rank may repeat work on long tensors; what that costs, a measured plan tells.
+
+    What has no rule, such as a cell, may have long tensors inside.
+    """
+    unknown = any(n.name not in RULES and n.refs and n.results for n in record.nodes if n.kind == "operation")
+    return record.compiled or unknown or any(replicated_node(record, node) for node in record.nodes)
 
 
 def repeated(record: Record) -> list[Whole]:
@@ -100,8 +104,3 @@ def replicated_node(record: Record, node: Node) -> bool:
     if node.kind == "stage":
         return node.offer.option is None or node.offer.option.name in (None, *BATCH_NAMES)
     return longest(node) * record.n >= 1.5 * record.longest and not any((*node.offer.needs, *node.offer.gives))
-
-
-def without_rule(node: Node) -> bool:
-    """Tell whether a node makes tensors by no rule: such as a cell's, they may be long inside."""
-    return node.kind == "operation" and node.name not in RULES and bool(node.refs and node.results)

@@ -78,10 +78,13 @@ class Graph(nn.Module):
             return torch.zeros_like(x).index_add(0, edges[1], sent)
 
     class Added(Conv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("places", torch.arange(180).view(30, 6) % 72)
+
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
             sent = self.lin(x)[edges[0]]
-            places = edges[1][:, None] * 6 + torch.arange(6)
-            return x.new_zeros(x.shape).put_(places, sent, accumulate=True)
+            return x.new_zeros(x.shape).put_(self.places, sent, accumulate=True)
 
     class Reading(Added):
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
@@ -196,7 +199,7 @@ def test_cells_of_pixels_need_a_line_which_discover_finds() -> None:
 def test_what_no_line_helps_is_said_too() -> None:
     plan = planned(*CASES["written graph"])
     assert plan.share == 1
-    said = "put() in conv (1.4 KiB). put(): it has no rule for a sharded tensor"
+    said = "put() in conv (720 B). put(): it has no rule for a sharded tensor"
     assert f"between stages every rank runs these operations whole: {said}" in plan.advice
     with pytest.raises(ValueError, match="no dim to shard in Graph but the batch: conv computes over all other dims"):
         dsp.discover(CASES["written graph"][0](), CASES["written graph"][1])
@@ -244,7 +247,7 @@ def test_a_forward_that_reads_its_inputs_is_told_once(mesh: DeviceMesh) -> None:
         for _ in range(3):
             model(*inputs)
     said = [
-        "between stages every rank runs these operations whole: put() in conv (1.4 KiB). put(): it has no "
+        "between stages every rank runs these operations whole: put() in conv (720 B). put(): it has no "
         "rule for a sharded tensor. dsp.discover tells whether a stage there can be sharded, and finds its line"
     ]
     assert heard.texts == (said if mesh.get_local_rank() == 0 else [])
