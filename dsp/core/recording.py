@@ -37,7 +37,7 @@ from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.signature import Bound, sizes_of_root
 from dsp.stages.stage import Stage
 from dsp.support.compile_off import CompileOff
-from dsp.support.private import any_device, compiled_callers, fake_tensor, forget_fakes, wraps_compiled
+from dsp.support.private import any_device, compiled_callers, fake_tensor, forget_fakes, hooks_of, wraps_compiled
 from dsp.support.python_state import Path, World
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import Edge, constants_in, edge, map_tensors, memory, remade, tensors_in, version
@@ -245,7 +245,8 @@ class ModelCopy:
         self.staged = {id(m) for module in modules for m in module.modules()}
         skeleton = Skeleton(copies.of, {id(m): group[0] for group in groups for m in group[1:]}, self.staged)
         self.module = skeleton.of(model)
-        self.module._forward_hooks.clear()  # in a run they get what the parallel forward has returned
+        for hooks in hooks_of(self.module):  # in a run they act on what the parallel forward gets and has returned
+            hooks.clear()
         for stage in stages:
             StageCall(stage, skeleton.memo[id(stage.module)])
         self.memo = skeleton.memo

@@ -245,6 +245,7 @@ def function_modes() -> None:
 
     with Seen() as mode:
         assert private._get_current_function_mode() is mode
+        assert private._get_current_function_mode_stack()[-1] is mode
         private._pop_mode()
         torch.ones(2) + 1
         before = mode.calls
