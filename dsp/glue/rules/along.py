@@ -123,8 +123,8 @@ apart(MATRICES, "it mixes the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1
 def solve(f: Frame) -> Outcome:
     """Along batch dims, and along the free dim of the right-hand side."""
     a, b = f.get(0, "A"), f.get(1, "B")
-    if a.ndim < 2 or b.ndim < 2 or (f.name == "solve" and b.shape == a.shape[:-1]):
-        raise f.refuse("its right-hand side is a vector")
+    if a.ndim < 2 or b.ndim < 2 or (f.name == "solve" and b.ndim == a.ndim - 1):
+        raise f.refuse("its right-hand side is a vector, or a part of it may be read as one")
     free = -1 if f.kwargs.get("left", True) else -2
     if a.cut is None and b.cut is not None and b.cut.dim - b.ndim == free:
         return Outcome(Cut(max(a.ndim, b.ndim) + free, b.cut.outer), b.shape[free])
