@@ -102,3 +102,19 @@ def test_no_class_name_is_used_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(file.relative_to(HOME)))
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+EXECUTOR = {"Parallel", "Runner", "Copies", "Inputs", "Prepared", "StageCall", "Recorder"}
+
+
+def test_nothing_is_a_subclass_of_what_runs_a_forward() -> None:
+    """A new ability is an offer, an observer or a pass; and no class has a fuller twin."""
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert not {ast.unparse(base) for base in node.bases} & EXECUTOR, f"{file.name}: {node.name}"
+                assert not node.name.startswith("Full"), file.name
+
+
+def test_no_tensor_or_module_has_an_attribute_named_after_dsp() -> None:
+    assert not [file.name for file in FILES if "._dsp_" in file.read_text() or '"_dsp_' in file.read_text()]
