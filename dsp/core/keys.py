@@ -23,7 +23,7 @@ HOT = 65536  # calls kept ready, at most
 VARIANTS = 4096  # nodes kept that differ from planned ones in numbers, at most
 NODES = 1 << 32  # nodes with one key, at most
 VALUES = frozenset((
-    int, str, bool, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)
+    int, str, bool, range, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)
 ))  # fmt: skip
 SIZED = frozenset({"interpolate", "upsample", "upsample_bilinear", "upsample_nearest"})  # by a float
 CONTAINERS = frozenset((list, tuple, torch.Size))
@@ -85,6 +85,8 @@ def key_part(v: Any) -> Any:
         return kind, *map(key_part, (v.start, v.stop, v.step))
     if kind is dict:
         return kind, *[(k, key_part(x)) for k, x in v.items()]
+    if hasattr(v, "tolist"):  # a number or an array of numpy
+        return key_part(v.tolist())
     return (kind, v) if kind in VALUES else kind
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 import dsp
 from tests.support import known_models
 from tests.support.diffusers_models import DEEP, GIVEN
+from tests.support.records import records
 from tests.support.slow import long, slow_but
 
 pytest.importorskip("diffusers")
@@ -109,8 +110,8 @@ def routed(mesh: DeviceMesh) -> tuple[float, bool]:
             given = kwargs | {"hidden_states": 3 * torch.randn(1, 4, 24, 24, dtype=torch.float64)}
             expected = single(**given)[0]
             worst = max(worst, float((model(**given)[0] - expected).abs().max() / expected.abs().max()))
-    [entry] = model.forward.__self__.entries.values()
-    return worst, entry.plan is not None
+    [record] = records(model)
+    return worst, record.planned
 
 
 @pytest.mark.slow

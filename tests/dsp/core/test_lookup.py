@@ -246,3 +246,16 @@ def test_an_index_of_numpy_is_one_of_numbers(mesh: DeviceMesh, index: Any) -> No
         for _ in range(2):
             x = torch.randn(2, 6, 6, 4).double()
             torch.testing.assert_close(model(x), f(x))
+
+
+PARTS = {"slice": lambda k: slice(np.int64(k)), "range": lambda k: range(k), "places": lambda k: np.arange(k)}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_index_of_numpy_may_be_another_in_the_next_call(mesh: DeviceMesh, part: str) -> None:
+    """As tokens are sent to experts: a result is as long as the index says, not as it was planned."""
+    model = toys.Does(lambda m, x: m.s(m.l(x)[:, PARTS[part](m.k)]), k=4, l=nn.Identity(), s=nn.Softmax(2))
+    model = dsp.parallelize(model, mesh, {"": "x=b t c", "l": "b t [c]", "s": "b t [c]"})
+    for model.k in (4, 4, 2, 5, 4):
+        x = torch.randn(2, 6, 4).double()
+        torch.testing.assert_close(model(x), x[:, PARTS[part](model.k)].softmax(2))
