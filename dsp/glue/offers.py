@@ -54,7 +54,10 @@ class ShardingRules:
         else:
             combinations.align()
             combinations.combine(only_small=True)
-            if combinations.stuck:  # no dim passes freely: try those that no stage has named, such as heads
+            if combinations.views and combinations.torn:
+                combinations.along_all_dims()
+                combinations.views = False
+            elif combinations.stuck:  # no dim passes freely: try those that no stage has named, such as heads
                 combinations.along_all_dims()
         return combinations.offers_for_node()
 
@@ -88,7 +91,7 @@ class ShardingRules:
 class Combinations:
     """The combinations of layouts of a node's operands that its rule takes.
 
-    offers: those found; refusal: the first error of the rule; views: all outcomes are views;
+    offers: those found; refusal: the first error of the rule; views: all outcomes are views of the one operand;
     rearranges: so are all but the refused ones; passes: one passes a dim freely, and not the batch.
     """
 
@@ -101,11 +104,35 @@ class Combinations:
     def restart(self) -> None:
         self.offers: list[Offer] = []
         self.refusal: GlueError | None = None
-        self.views, self.rearranges, self.passes = True, True, False
+        node = self.node
+        one = len(node.results) == 1 and len(node.refs) == 1 and not node.in_place
+        self.views = one and node.results[0].memory == node.refs[0].memory
+        self.rearranges, self.passes = True, False
 
     @property
     def stuck(self) -> bool:
         return (self.refusal is not None or any(o.inner for o in self.offers)) and not self.passes
+
+    @property
+    def torn(self) -> bool:
+        """Tell whether a view splits a dim where shards would not end: into heads whose number N does not divide.
+
+        The result can be sharded along the heads if it is switched by itself; as a view it could not.
+        """
+        node = self.node
+        [x], [out] = node.refs, node.results
+        if first_part(x.shape, out.shape, 0) == self.batch and self.batch % self.record.n:
+            return True
+        cut = {c.dim for base in x.base.cuts if (c := x.cut_under(base))}
+        splits = [d for d in range(x.ndim) if d not in cut and first_part(x.shape, out.shape, d)]
+        return any(self.outcome([Cut(d), *[None] * (len(node.operands) - 1)]) is None for d in splits)
+
+    def outcome(self, needs: Sequence[Layout]) -> Outcome | None:
+        """The outcome of the rule for operands in these layouts; None if it takes no such."""
+        try:
+            return frame_of(self.node, needs, self.record.n).outcome()
+        except Exception:  # `attempt` names what a rule did not mean to raise
+            return None
 
     def align(self) -> None:
         """Let operands be cut along the dims that others are, where they broadcast together."""
@@ -217,10 +244,8 @@ class Combinations:
         if (base, of) not in self.brings:
             operands = self.node.operands
             needs = [t.cut_under(of) if isinstance(t, Ref) and t.base is base else None for t in operands]
-            try:
-                self.brings[base, of] = frame_of(self.node, needs, self.record.n).outcome().cut
-            except Exception:  # `attempt` names what a rule did not mean to raise
-                self.brings[base, of] = None
+            outcome = self.outcome(needs)
+            self.brings[base, of] = None if outcome is None else outcome.cut
         return self.brings[base, of]
 
     def offers_for_node(self) -> list[Offer]:
@@ -236,26 +261,24 @@ class Combinations:
             self.offers = parts
         if not self.offers:
             self.offers, self.views = [replicated(node, len(node.results))], False
-        one = len(node.results) == 1 and len(node.refs) == 1 and not node.in_place
-        node.view = one and self.views and node.results[0].memory == node.refs[0].memory
+        node.view = self.views
         node.rearranges = self.rearranges and bool(parts) and not node.in_place
         node.view_cut = self.view_cut
         return self.offers
 
     def cut_weights(self) -> None:
         """Add the cuts that weights bring to a result made of replicated tensors, as a bias is cut along heads."""
-        node, n = self.node, self.record.n
+        node = self.node
         if len(node.results) != 1:
             return
         gives = {o.gives[0] for o in self.offers}
         for i, t in enumerate(node.operands):
             for cut in (Cut(d) for d, size in enumerate(t.shape) if not isinstance(t, Ref) and size > 1):
                 needs = tuple(cut if k == i else None for k in range(len(node.operands)))
-                try:
-                    outcome = frame_of(node, needs, n).outcome()
-                except Exception:  # `attempt` names what a rule did not mean to raise
+                outcome = self.outcome(needs)
+                if outcome is None or outcome.cut is None:
                     continue
-                if outcome.cut is not None and outcome.cut.outer == 1 and not outcome.rows and outcome.cut not in gives:
+                if outcome.cut.outer == 1 and not outcome.rows and outcome.cut not in gives:
                     gives.add(outcome.cut)
                     self.offers.append(Offer(needs, (outcome.cut,), (outcome.size,), local=LocalRule(node, needs)))
 
@@ -266,14 +289,18 @@ class Combinations:
         if gives is not None:
             return gives
         needs = (cut, *[None] * (len(node.operands) - 1))
-        try:
-            outcome = frame_of(node, needs, self.record.n).outcome()
-        except Exception:  # `attempt` names what a rule did not mean to raise
-            return None
-        if outcome.cut is None or not outcome.view:
+        outcome = self.outcome(needs)
+        if outcome is None or outcome.cut is None or not outcome.view:
             return None
         self.offers.append(Offer(needs, (outcome.cut,), (outcome.size,), local=LocalRule(node, needs)))
         return outcome.cut
+
+
+def first_part(old: Sequence[int], new: Sequence[int], d: int) -> int:
+    """The size of the first of the dims into which a reshape splits a dim; 0 if it does not split it."""
+    before = math.prod(old[:d])
+    into = next((size for j, size in enumerate(new) if math.prod(new[:j]) == before and size > 1), 0)
+    return into if 1 < into < old[d] else 0
 
 
 def any_joined(layouts: Iterable[Layout]) -> bool:
