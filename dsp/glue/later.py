@@ -31,13 +31,16 @@ def gather_once(record: Record, longest: int) -> None:
     written = {t.memory for node in record.nodes for i in node.writes if isinstance(t := node.operands[i], Ref)}
     reads = Counter(node.refs[0] for node in record.nodes if node.name in ROWS and node.refs)
     for node in record.nodes:
-        if node.name not in ROWS or len(node.refs) != 1 or not all(any(o.needs) for o in node.offers):
-            continue
-        [t] = node.refs
-        sent = [need for o in node.offers for need in o.needs if need is not None and o.inner and not any(o.gives)]
-        may_be_full = t.memory not in written and record.n * t.nbytes <= longest
-        if may_be_full and any(2 * reads[t] >= t.shape[need.dim] for need in sent):
-            node.offers.append(replicated(node, len(node.results)))
+        if node.name in ROWS and len(node.refs) == 1 and all(any(o.needs) for o in node.offers):
+            [t] = node.refs
+            may_be_full = t.memory not in written and record.n * t.nbytes <= longest
+            if may_be_full and any(2 * reads[t] >= t.shape[cut.dim] for cut in cuts_of_sent_rows(node)):
+                node.offers.append(replicated(node, len(node.results)))
+
+
+def cuts_of_sent_rows(node: Node) -> list[Cut]:
+    """The cuts of an operand under which one rank sends a row of it to all."""
+    return [need for o in node.offers if o.inner and not any(o.gives) for need in o.needs if need is not None]
 
 
 class EarlierCuts:
