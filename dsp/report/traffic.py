@@ -282,8 +282,9 @@ def recomputed(record: Record, forward: Walk, region: int, save_exchanges: bool 
     too.
     """
     places = [(node, place) for node in record.nodes for place in node.regions if place.region == region]
-    if not any(any(node.result_grads) for node, _ in places):
-        return []
+    unread = sum(place.after - place.before for node, place in places if not any(node.result_grads))
+    if unread == record.saved[region] or not any(any(node.result_grads) for node, _ in places):
+        return []  # backward reads nothing that it saved
     inner = any(node.regions[0].region != region for node, _ in places)
     copies = {base: first_of(of) if inner else dict(of) for base, of in forward.copies.items()}
     walk = Walk(record, "recompute", dict(forward.cuts), copies)
