@@ -132,7 +132,14 @@ def first_carrier(values: Any) -> Carrier | None:
 
 
 def carry(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:
-    """A carrier of a local tensor, which stays what it is."""
+    """A carrier of a local tensor, which stays what it is.
+
+    What a stage made without gradient may be written with one later: torch allows no such write into a view that was
+    made without gradient.
+    """
+    if not (torch.is_grad_enabled() or local.requires_grad):
+        with torch.enable_grad():
+            return carry(record, local, ref, cut, base)
     with torch._C.DisableTorchFunction():
         if type(local) is Tensor or isinstance(local, nn.Parameter):
             t = local.as_subclass(Carrier)

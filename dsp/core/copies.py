@@ -111,8 +111,11 @@ def base_cuts(ref: Ref, source: Ref, cut: Layout) -> tuple[Layout, Layout]:
     return base, source.cut_under(base)
 
 
-def has_gradient(t: Tensor) -> bool:
-    """Tell whether autograd made a tensor: a view that was made without gradient has none in another layout either."""
+def has_gradient(t: Carrier) -> bool:
+    """Tell whether autograd made a tensor, or what was written into it since: a view that was made without gradient has
+    none in another layout either."""
+    if t.now is not None:
+        return has_gradient(t.now)
     with LOCAL():
         return t.grad_fn is not None
 

@@ -36,7 +36,7 @@ from dsp.core.watch import add_source, refuse
 from dsp.core.writes import (
     kin_of,
     note_writes,
-    own_memory,
+    own_tensors,
     refuse_write,
     relate,
     wrote,
@@ -112,8 +112,8 @@ class Runner:
                 out = func(*args_, **kwargs_)
             if node.writes:
                 note_writes(self.axis, node, offer, operands, parts, versions, out)
-            elif node.loose:
-                out = own_memory(node, out, parts)
+            else:
+                out = own_tensors(node, out, parts)
         if node.in_place:
             return out if out is None else args[0]
         result = self.give(node, offer, out, args[0] if node.view else None)

@@ -23,7 +23,7 @@ from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import WITHOUT_DATA, written
 from dsp.core.unseen import refuse_functions
 from dsp.support.source_lines import line_now
-from dsp.support.tensors import memory, overlap, tensors_in, version
+from dsp.support.tensors import map_tensors, memory, overlap, tensors_in, version
 
 MISSED = (
     "{who} wrote in place into a copy of a tensor. The copy was made when that tensor, or one that shares its "
@@ -235,13 +235,24 @@ def miss(who: str, t: Carrier, into: Any) -> None:
     for x in (x() for x in t.family or ()):
         if x is None or x is t or type(x) is Stale or (x.siblings is not None and x.siblings is t.siblings):
             continue
-        if memory(plain(x)) != into and plain(x).numel():
-            same = next(((copy, cut) for cut, copy in (x.copies or {}).items() if memory(copy) == into), None)
-            if same is None:
-                stale(x, who, own)
-            else:
+        if memory(plain(x)) != into:
+            if (same := copy_in(x, t, into)) is not None:
                 move(x, *same)
+            elif plain(x).numel():
+                stale(x, who, own)
         base_of(x).copies = None
+
+
+def copy_in(x: Carrier, t: Carrier, into: Any) -> tuple[Tensor, Layout] | None:
+    """The copy of `x` in the memory `into` of `t`, and its cut.
+
+    A rank whose part of `t` is empty goes by the layout, to do what the others do: a stage ran there on a dummy, and
+    returned that where the others returned their copy.
+    """
+    copies, base = x.copies or {}, base_of(t)
+    if into is not None and not plain(t).numel() and base.ref.shape == x.ref.shape and x.cut != base.cut:
+        return (copies[base.cut], base.cut) if base.cut in copies else None
+    return next(((copy, cut) for cut, copy in copies.items() if memory(copy) == into), None)
 
 
 def stale(x: Carrier, who: str, into: weakref.ref[Carrier]) -> None:
@@ -269,9 +280,17 @@ def move(t: Carrier, local: Tensor, cut: Layout) -> None:
     t.now = t.base = now
 
 
-def own_memory(node: Node, out: Any, parts: Sequence[Tensor]) -> Any:
-    """The result of an operation that copies if it must, which on this part it need not: a copy, where one device makes
-    one, or where no rank can tell."""
+def own_tensors(node: Node, out: Any, parts: Sequence[Tensor]) -> Any:
+    """The result of an operation on parts, as one device makes it.
+
+    One that shares memory with its operand, but is no view of it in a plan, gets no gradient if it was made without:
+    torch says of such a view that it requires one. Of an operation that copies if it must, which on this part it need
+    not, the result is a copy, where one device makes one, or where no rank can tell.
+    """
+    if node.kin and not (node.view or torch.is_grad_enabled()):
+        out = map_tensors(out, [t.detach() for t in tensors_in(out)])
+    if not node.loose:
+        return out
     [local] = tensors_in(out)
     shares = memory(local) == memory(parts[0])
     return local.clone() if shares and (node.kin_unknown or not node.kin) else out
