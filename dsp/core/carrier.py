@@ -132,14 +132,7 @@ def first_carrier(values: Any) -> Carrier | None:
 
 
 def carry(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:
-    """A carrier of a local tensor, which stays what it is.
-
-    What a stage made without gradient may be written with one later: torch allows no such write into a view that was
-    made without gradient.
-    """
-    if not (torch.is_grad_enabled() or local.requires_grad):
-        with torch.enable_grad():
-            return carry(record, local, ref, cut, base)
+    """A carrier of a local tensor, which stays what it is."""
     with torch._C.DisableTorchFunction():
         if type(local) is Tensor or isinstance(local, nn.Parameter):
             t = local.as_subclass(Carrier)
@@ -148,6 +141,15 @@ def carry(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | 
             t.__class__ = carrier_of(type(t))
     t.record, t.ref, t.cut, t.base = record, ref, cut, base
     return t
+
+
+def carry_writable(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:
+    """The same for a result without gradient, into which something with one may be written later: torch allows no such
+    write into a view that was made in no_grad."""
+    if local.requires_grad:
+        return carry(record, local, ref, cut, base)
+    with torch.enable_grad():
+        return carry(record, local, ref, cut, base)
 
 
 def claim(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dsp.comm.layout import Axis, Cut
@@ -72,7 +73,8 @@ def stage_node(record: Record, stage: Stage, args: Any, kwargs: Any) -> tuple[No
     sizes = stage.sizes(bound, record.sizes)
     info = BoundStage(stage, sizes, stage.options(bound, sizes, record.n))
     nested = [t for t, _ in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
-    return Node("stage", stage.name, operands_of([*(b.tensor for b in bound), *nested]), info), bound
+    operands = operands_of([*(b.tensor for b in bound), *nested])
+    return Node("stage", stage.name, operands, info, no_grad=not torch.is_grad_enabled()), bound
 
 
 def makes_parts(node: Node) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dsp.comm.layout import Axis, Cut
 from dsp.core.backward import Gradients, Regions, edges_into, pack, unpack
-from dsp.core.carrier import LOCAL, Carrier, carry, claim, one_for_each, plain
+from dsp.core.carrier import LOCAL, Carrier, carry, carry_writable, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.functions import DENSE
 from dsp.core.inputs import arrivals, carried_inputs, signature_of
@@ -162,7 +162,7 @@ class Recorder:
     def carried(self, node: Node, out: Any) -> Any:
         """The results of a node as carriers."""
         tensors = tensors_in(out)
-        make = carry if node.kind == "stage" else claim  # a stage may return what others hold, too
+        make = claim if node.kind != "stage" else carry_writable if node.no_grad else carry  # others may hold it, too
         results = [make(self.record, plain(t), ref, None) for t, ref in zip(tensors, node.results)]
         return results[0] if isinstance(out, Tensor) else map_tensors(out, one_for_each(tensors, results))
 

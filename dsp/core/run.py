@@ -20,7 +20,7 @@ from dsp.comm.layout import Axis, Cut
 from dsp.comm.moves import Part, switch_all
 from dsp.comm.observers import RUNNING
 from dsp.comm.randomness import drew, forked, forked_if_drawn, states
-from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, claim, link, one_for_each, plain
+from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, carry_writable, claim, link, one_for_each, plain
 from dsp.core.checkpoints import keep_arguments
 from dsp.core.copies import Copies, without_gradient
 from dsp.core.functions import DENSE
@@ -152,7 +152,7 @@ class Runner:
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
         """Local results as the model sees them, switched where all that reads them wants another layout."""
-        make = carry if node.kind == "stage" else claim  # a module may keep what it returned
+        make = claim if node.kind != "stage" else carry_writable if node.no_grad else carry  # a module may keep it
         base = None if viewed is None else base_of(viewed)
         if type(out) is Tensor and node.results and (not node.push or node.push[0] in (None, offer.gives[0])):
             return make(self.record, out, node.results[0], offer.gives[0], base)
@@ -172,7 +172,8 @@ class Runner:
         moving = [p for p in parts if p.src is not None and p.src != p.dst]
         RUNNING.set(node)
         if node.kind == "stage":
-            make, switched = carry, switch_all(moving, self.axis) if moving else []
+            make = carry_writable if node.no_grad else carry
+            switched = switch_all(moving, self.axis) if moving else []
         else:
             make, switched = claim, self.send(self.record, moving, self.axis) if moving else []
         arrived, results = iter(switched), list[Tensor]()
