@@ -190,9 +190,9 @@ class Combinations:
 
     def attempt(self, layout: Mapping[Base, Layout], apart: bool = False) -> None:
         """Ask the rule for one combination; apart: tensors joined along their cut stay sharded one by one."""
-        node, n = self.node, self.record.n
+        node = self.node
         needs = tuple(t.cut_under(layout[t.base]) if isinstance(t, Ref) else None for t in node.operands)
-        frame = frame_of(node, needs, n, apart)
+        frame = frame_of(node, needs, self.record.n, apart)
         try:
             outcome = frame.outcome()
         except Exception as error:
@@ -203,16 +203,21 @@ class Combinations:
             return  # as without
         if any(i in outcome.narrow and not isinstance(node.operands[i], Ref) for i in node.writes):
             return self.refuse(GlueError("each rank would write its part of a tensor that all ranks have"))
-        inner = inner_collectives(node, needs, outcome, n)
-        cut = outcome.cut
+        unchanged = runs_unchanged(frame, outcome) and all(last_parts(needs, node, self.record.n))
+        self.add(layout, needs, outcome, None if unchanged else LocalRule(node, needs, apart))
+
+    def add(
+        self, layout: Mapping[Base, Layout], needs: tuple[Layout, ...], outcome: Outcome, local: LocalRule | None
+    ) -> None:
+        """Add the offer of an outcome, and what it says of the node."""
+        node, cut = self.node, outcome.cut
+        inner = inner_collectives(node, needs, outcome, self.record.n)
         view = cut is not None and outcome.view
         self.views, self.rearranges = self.views and view, self.rearranges and view
         batch = cut is not None and self.is_batch(cut, layout)
         self.passes |= cut is not None and not (inner or batch or any_joined((cut, *needs)))
         results = len(node.results) or MOST
         sizes = outcome.sizes or (outcome.size,) * results
-        unchanged = runs_unchanged(frame, outcome) and all(last_parts(needs, node, n))
-        local = None if unchanged else LocalRule(node, needs, apart)
         self.offers.append(Offer(needs, (cut,) * results, sizes, inner, batch, local))
 
     def refuse(self, error: Exception) -> None:
