@@ -180,7 +180,8 @@ class Combinations:
     def layouts(self, only_small: bool) -> list[list[Layout]]:
         """The layouts of each of the node's bases; see `combine`."""
         node, found = self.node, list[list[Layout]]()
-        largest = max((math.prod(r.shape) for r in node.results), default=0)
+        makes = [*node.results, *(node.operands[i] for i in node.writes)]
+        largest = max((math.prod(t.shape) for t in makes), default=0)
         for v in node.bases:
             views = [t for t in node.refs if t.base is v]
             small = any(2 * math.prod(t.shape) <= largest for t in views)
