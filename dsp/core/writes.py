@@ -70,7 +70,8 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tenso
     try:
         args, kwargs = replaced(args, kwargs, iter(models))
         args = [dict(v) if type(v) is dict else v for v in args]  # a memo of copies gets none of these
-        return models, tensors_in(WITHOUT_DATA.get(func, func)(*args, **kwargs))
+        with torch.no_grad():  # a checkpoint counts what is saved for backward
+            return models, tensors_in(WITHOUT_DATA.get(func, func)(*args, **kwargs))
     except Exception:
         return None
 
