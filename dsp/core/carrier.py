@@ -27,7 +27,7 @@ from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
 from dsp.core.torch_calls import NUMBERS, GlueError, by_position
 from dsp.core.torch_traits import traits
-from dsp.support.private import FakeTensor, OpOverload, backward_pass, below_autograd, storage_id
+from dsp.support.private import GRAD_SWITCH, FakeTensor, OpOverload, backward_pass, below_autograd, storage_id
 from dsp.support.tensors import memory, tensors_in, version
 
 LOCAL = torch._C.DisableTorchFunctionSubclass
@@ -144,12 +144,14 @@ def carry(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | 
 
 
 def carry_writable(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:
-    """The same for a result without gradient, into which something with one may be written later: torch allows no such
-    write into a view that was made in no_grad."""
-    if local.requires_grad:
+    """The same for a result of a stage in no_grad. It may be an argument of the stage, whose gradient it keeps; and torch
+    allows no later write of something with a gradient into a view that was made in no_grad."""
+    grad = torch.is_grad_enabled()
+    GRAD_SWITCH(True)
+    try:
         return carry(record, local, ref, cut, base)
-    with torch.enable_grad():
-        return carry(record, local, ref, cut, base)
+    finally:
+        GRAD_SWITCH(grad)
 
 
 def claim(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:

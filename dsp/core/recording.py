@@ -126,7 +126,8 @@ class Recorder:
             add_source(record, stage)
         before, carried = self.regions.saved(), tensors_in((args, kwargs))
         nested = [t for t, _ in stage.signature.nested(args, kwargs) if isinstance(t, Carrier)]
-        tensors = [plain(self.operand(t)) for t in carried]
+        with torch.enable_grad():  # a stage in no_grad may return an argument, with its gradient
+            tensors = [plain(self.operand(t)) for t in carried]
         args, kwargs = map_tensors((args, kwargs), tensors)
         operands, read = [b.tensor for b in bound], dict(zip(map(id, carried), tensors))
         refuse_functions(operands)

@@ -198,7 +198,11 @@ class Runner:
         if self.record.in_flight:  # it may hold more than it is given
             arrive(self.record)
         operands = [args[slot] if type(slot) is int else kwargs[slot] for slot in slots]
-        parts = self.copies.bring(node, operands, offer.needs)
+        if node.no_grad:
+            with torch.enable_grad():  # a stage that returns an argument returns its gradient, too
+                parts = self.copies.bring(node, operands, offer.needs)
+        else:
+            parts = self.copies.bring(node, operands, offer.needs)
         held, brought = self.held(offer), parts
         if not held:
             parts = [with_dummy(t, cut) for t, cut in zip(parts, offer.needs)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.beside import exact
+from tests.support.toys import C, SpaceTime
 
 
 class Twice(torch.autograd.Function):
@@ -73,3 +74,19 @@ class Returned(nn.Module):
 def test_a_tensor_that_a_stage_returns_twice_is_one(mesh: DeviceMesh) -> None:
     """On a rank that holds no row as well."""
     exact(Returned().double(), mesh, {"x": torch.randn(1, 2, 5, 4, dtype=torch.float64)}, Returned.stages)
+
+
+def returned(m: Any, x: Tensor) -> Tensor:
+    """Of a stage that returns its argument, in no_grad: on one process that is the argument, with its gradient."""
+    y = m.space(x)
+    with torch.no_grad():
+        z = m.same(y)
+    return m.time(z * y)
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+@pytest.mark.parametrize("pattern", ["b t [s] c", "b [t] s c"])
+def test_an_argument_that_a_stage_returns_in_no_grad_keeps_its_gradient(mesh: DeviceMesh, pattern: str) -> None:
+    single = SpaceTime(returned, same=nn.Identity()).double()
+    single.stages = single.stages | {"same": pattern}
+    exact(single, mesh, (torch.randn(2, 7, 5, C, dtype=torch.float64),), rounds=2)
