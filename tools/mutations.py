@@ -429,8 +429,8 @@ FAULTS = [
     Fault(
         "numbers that no rule reads make another node",
         "dsp/core/keys.py",
-        "return (kind, v) if kind in VALUES else kind",
-        "return kind, v",
+        'if hasattr(v, "tolist") else kind',
+        'if hasattr(v, "tolist") else (kind, v)',
         "dsp/core/test_lookup::test_an_operation_less_or_other_numbers_leave_the_plan_in_force",
     ),
     Fault(

@@ -144,8 +144,8 @@ def carry(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | 
 
 
 def carry_writable(record: Record, local: Tensor, ref: Ref, cut: Layout, base: Carrier | None = None) -> Carrier:
-    """The same for a result of a stage in no_grad. It may be an argument of the stage, whose gradient it keeps; and torch
-    allows no later write of something with a gradient into a view that was made in no_grad."""
+    """The same for a result of a stage in no_grad. It may be an argument of the stage, whose gradient it keeps; and
+    torch allows no later write of something with a gradient into a view that was made in no_grad."""
     grad = torch.is_grad_enabled()
     GRAD_SWITCH(True)
     try:

@@ -85,9 +85,9 @@ def key_part(v: Any) -> Any:
         return kind, *map(key_part, (v.start, v.stop, v.step))
     if kind is dict:
         return kind, *[(k, key_part(x)) for k, x in v.items()]
-    if hasattr(v, "tolist"):  # a number or an array of numpy
-        return key_part(v.tolist())
-    return (kind, v) if kind in VALUES else kind
+    if kind in VALUES:
+        return kind, v
+    return key_part(v.tolist()) if hasattr(v, "tolist") else kind  # a number or an array of numpy
 
 
 def node_key(func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ from dsp.core.watch import add_source, refuse
 from dsp.core.writes import (
     kin_of,
     note_writes,
-    own_tensors,
+    one_device_result,
     refuse_write,
     relate,
     wrote,
@@ -113,7 +113,7 @@ class Runner:
             if node.writes:
                 note_writes(self.axis, node, offer, operands, parts, versions, out)
             else:
-                out = own_tensors(node, out, parts)
+                out = one_device_result(node, out, parts)
         if node.in_place:
             return out if out is None else args[0]
         result = self.give(node, offer, out, args[0] if node.view else None)
@@ -160,27 +160,28 @@ class Runner:
         if len(node.results) < len(tensors):
             self.added.results(node, offer, tensors)
         if node.push and node.push.count(None) < len(node.push):
-            results = self.pushed(node, offer, tensors)
+            results = self.pushed(node, offer, tensors, make)
         else:
             results = [make(self.record, t, r, cut, base) for t, r, cut in zip(tensors, node.results, offer.gives)]
         return results[0] if isinstance(out, Tensor) else map_tensors(out, one_for_each(tensors, results))
 
-    def pushed(self, node: Node, offer: Offer, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The results of a node, switched to the layouts that all that reads them wants."""
+    def pushed(self, node: Node, offer: Offer, tensors: Sequence[Tensor], make: Any) -> list[Tensor]:
+        """The results of a node, switched to the layouts that all that reads them wants; make: a carrier of one that
+        stays."""
         goals = [cut if push is None else push for cut, push in zip(offer.gives, node.push, strict=False)]
         parts = [Part(t, src, dst, r.shape) for t, src, dst, r in zip(tensors, offer.gives, goals, node.results)]  # type: ignore[arg-type]
         moving = [p for p in parts if p.src is not None and p.src != p.dst]
         RUNNING.set(node)
-        if node.kind == "stage":
-            make = carry_writable if node.no_grad else carry
-            switched = switch_all(moving, self.axis) if moving else []
-        else:
-            make, switched = claim, self.send(self.record, moving, self.axis) if moving else []
+        switched: Sequence[Tensor] = ()
+        if moving and node.kind == "stage":
+            switched = switch_all(moving, self.axis)
+        elif moving:
+            switched = self.send(self.record, moving, self.axis)
         arrived, results = iter(switched), list[Tensor]()
         for p, r in zip(parts, node.results):
             moves = p.src is not None and p.src != p.dst
-            made, local, cut = (claim, next(arrived), p.dst) if moves else (make, p.local, p.src)
-            results.append(made(self.record, local, r, cut))
+            carrier, local, cut = (claim, next(arrived), p.dst) if moves else (make, p.local, p.src)
+            results.append(carrier(self.record, local, r, cut))
         return results
 
     def read_in_full(self, t: Carrier, error: GlueError) -> None:

@@ -281,7 +281,7 @@ def move(t: Carrier, local: Tensor, cut: Layout) -> None:
     t.now = t.base = now
 
 
-def own_tensors(node: Node, out: Any, parts: Sequence[Tensor]) -> Any:
+def one_device_result(node: Node, out: Any, parts: Sequence[Tensor]) -> Any:
     """The result of an operation on parts, as one device makes it.
 
     One that shares memory with its operand, but is no view of it in a plan, gets no gradient if it was made without:

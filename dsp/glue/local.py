@@ -33,6 +33,14 @@ def frame_of(node: Node, cuts: Any, n: int, apart: bool = False) -> Frame:
     return Frame(node.name, *replaced(node.call.args, node.call.kwargs, operands), n, func=node.call.func, apart=apart)
 
 
+def outcome_of(node: Node, cuts: Any, n: int) -> Outcome | None:
+    """The outcome of a node's rule for operands in these cuts; None if it takes no such, by a refusal or a fault."""
+    try:
+        return frame_of(node, cuts, n).outcome()
+    except Exception:  # `dsp.glue.offers` names what a rule did not mean to raise
+        return None
+
+
 class LocalRule:
     """Makes the function of an offer: `needs` are the cuts of the node's operands; apart: see `Frame`."""
 

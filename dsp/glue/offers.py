@@ -21,8 +21,8 @@ from dsp.core.offers import allow
 from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced
 from dsp.core.watch import KernelCall
-from dsp.glue.later import EarlierCuts, gather_once
-from dsp.glue.local import LocalRule, frame_of
+from dsp.glue.local import LocalRule, frame_of, outcome_of
+from dsp.glue.lookahead import EarlierCuts, gather_once
 from dsp.glue.positions import refuse_positions
 from dsp.glue.rules import Frame, Outcome
 from dsp.glue.sources import SourceWatch, source_offers
@@ -125,14 +125,9 @@ class Combinations:
             return True
         cut = {c.dim for base in x.base.cuts if (c := x.cut_under(base))}
         splits = [d for d in range(x.ndim) if d not in cut and first_part(x.shape, out.shape, d)]
-        return any(self.outcome([Cut(d), *[None] * (len(node.operands) - 1)]) is None for d in splits)
-
-    def outcome(self, needs: Sequence[Layout]) -> Outcome | None:
-        """The outcome of the rule for operands in these layouts; None if it takes no such."""
-        try:
-            return frame_of(self.node, needs, self.record.n).outcome()
-        except Exception:  # `attempt` names what a rule did not mean to raise
-            return None
+        return any(
+            outcome_of(node, [Cut(d), *[None] * (len(node.operands) - 1)], self.record.n) is None for d in splits
+        )
 
     def align(self) -> None:
         """Let operands be cut along the dims that others are, where they broadcast together."""
@@ -250,7 +245,7 @@ class Combinations:
         if (base, of) not in self.brings:
             operands = self.node.operands
             needs = [t.cut_under(of) if isinstance(t, Ref) and t.base is base else None for t in operands]
-            outcome = self.outcome(needs)
+            outcome = outcome_of(self.node, needs, self.record.n)
             self.brings[base, of] = None if outcome is None else outcome.cut
         return self.brings[base, of]
 
@@ -281,7 +276,7 @@ class Combinations:
         for i, t in enumerate(node.operands):
             for cut in (Cut(d) for d, size in enumerate(t.shape) if not isinstance(t, Ref) and size > 1):
                 needs = tuple(cut if k == i else None for k in range(len(node.operands)))
-                outcome = self.outcome(needs)
+                outcome = outcome_of(self.node, needs, self.record.n)
                 if outcome is None or outcome.cut is None:
                     continue
                 if outcome.cut.outer == 1 and not outcome.rows and outcome.cut not in gives:
@@ -295,7 +290,7 @@ class Combinations:
         if gives is not None:
             return gives
         needs = (cut, *[None] * (len(node.operands) - 1))
-        outcome = self.outcome(needs)
+        outcome = outcome_of(self.node, needs, self.record.n)
         if outcome is None or outcome.cut is None or not outcome.view:
             return None
         self.offers.append(Offer(needs, (outcome.cut,), (outcome.size,), local=LocalRule(node, needs)))

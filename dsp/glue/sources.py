@@ -20,7 +20,7 @@ from dsp.core.recording import Recorder
 from dsp.core.torch_calls import Operand, replaced, without_operands
 from dsp.core.torch_traits import FILLED, SOURCES, grows
 from dsp.core.watch import Watch, add_source
-from dsp.glue.local import LocalRule, frame_of
+from dsp.glue.local import LocalRule, frame_of, outcome_of
 from dsp.glue.rules import Frame, localize_source, source_cuts
 from dsp.support.tensors import memory
 
@@ -84,11 +84,8 @@ def source_ways(record: Record, node: Node) -> Iterator[tuple[Cut, Any, Any]]:
         for i, t in enumerate(node.operands):
             for d in (d for d, size in enumerate(t.shape) if size > 1):
                 needs = [Cut(d) if j == i else None for j in range(count)]
-                try:
-                    outcome = frame_of(node, needs, n).outcome()
-                except Exception:  # a refusal, or a fault of the rule
-                    continue
-                if outcome.cut is not None and outcome.cut.outer == 1 and not outcome.rows:
+                outcome = outcome_of(node, needs, n)
+                if outcome is not None and outcome.cut is not None and outcome.cut.outer == 1 and not outcome.rows:
                     yield outcome.cut, needs, LocalRule(node, tuple(needs))
 
 

@@ -21,7 +21,7 @@ ROOMS = {
     "core": """torch_calls torch_traits arguments functions precision reads unrecorded skeleton equal_modules record
         carrier meter backward keys unseen watch writes copies offers checkpoints inputs persistent growth unplanned
         stage_calls recording run hooks gradient_hooks placement decide observed parallel""",
-    "glue": "rules traffic local sources positions later offers",
+    "glue": "rules traffic local sources positions lookahead offers",
     "glue.rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out""",
     "overlap": "options hidden pieces choice ahead",

@@ -281,13 +281,18 @@ def index_put(f: Frame) -> Outcome:
     outcome = Outcome(cut, x.shape[cut.dim])
     if not isinstance(value, Operand):
         return outcome
-    target = Operand((*(2,) * lead, *x.shape[len(indices) :]), Cut(cut.dim - len(indices) + lead, cut.outer))
+    target = Cut(cut.dim - len(indices) + lead, cut.outer)
+    narrow_value(f, outcome, Operand((*(2,) * lead, *x.shape[len(indices) :]), target), value)
+    return outcome
+
+
+def narrow_value(f: Frame, outcome: Outcome, target: Operand, value: Operand) -> None:
+    """Let each rank take its part of a value that is written to `target`, which it has a part of."""
     if value.ndim > target.ndim:
         raise f.refuse("the value has more dims than what it is written to")
     _, aligned = align(Frame(f.name, (target, value), {}, f.n, f.rank), [target, value])
     if 1 in aligned.narrow:
         outcome.narrow[f.operands().index(value)] = aligned.narrow[1]
-    return outcome
 
 
 def over(f: Frame, index: tuple[Any, ...], target: Cut) -> Outcome:
@@ -295,12 +300,7 @@ def over(f: Frame, index: tuple[Any, ...], target: Cut) -> Outcome:
     x, value = f.args[0], f.args[2]
     outcome = Outcome(x.cut, x.shape[x.cut.dim], args=(x, index, value), kwargs={})
     if isinstance(value, Operand):
-        into = Operand(indexed_shape(f.args[1], x), target)
-        if value.ndim > into.ndim:
-            raise f.refuse("the value has more dims than what it is written to")
-        _, aligned = align(Frame(f.name, (into, value), {}, f.n, f.rank), [into, value])
-        if 1 in aligned.narrow:
-            outcome.narrow[f.operands().index(value)] = aligned.narrow[1]
+        narrow_value(f, outcome, Operand(indexed_shape(f.args[1], x), target), value)
     return outcome
 
 

@@ -77,7 +77,7 @@ def test_a_tensor_that_a_stage_returns_twice_is_one(mesh: DeviceMesh) -> None:
 
 
 def returned(m: Any, x: Tensor) -> Tensor:
-    """Of a stage that returns its argument, in no_grad: on one process that is the argument, with its gradient."""
+    """A stage in no_grad that returns its argument: on one process that has its gradient."""
     y = m.space(x)
     with torch.no_grad():
         z = m.same(y)

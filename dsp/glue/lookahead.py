@@ -14,7 +14,7 @@ from dsp.comm.layout import Cut
 from dsp.core.functions import PRODUCTS
 from dsp.core.offers import cut_behind
 from dsp.core.record import Base, Layout, Node, Offer, Record, Ref, replicated
-from dsp.glue.local import LocalRule, frame_of
+from dsp.glue.local import LocalRule, outcome_of
 from dsp.glue.rules import Outcome
 from dsp.glue.traffic import inner_collectives
 
@@ -49,7 +49,7 @@ class EarlierCuts:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.makers = {node.results[0].base: node for node in record.nodes if self.makes_one(node)}
-        self.known: dict[tuple[Base, Cut], float] = {}
+        self.least_bytes: dict[tuple[Base, Cut], float] = {}
 
     @staticmethod
     def makes_one(node: Node) -> bool:
@@ -67,39 +67,38 @@ class EarlierCuts:
     def least(self, base: Base, cut: Cut, depth: int = 0) -> float:
         """The least bytes to switch for a base in this cut: its own or those of what it is made of. A gather counts N
         times."""
-        if (base, cut) not in self.known:
-            self.known[base, cut] = base.ref.nbytes
-            if base in self.makers and depth < DEPTH and (ways := self.needs(self.makers[base], cut)) is not None:
-                read = dict.fromkeys(base_cuts(self.makers[base], ways[0]))
+        if (base, cut) not in self.least_bytes:
+            self.least_bytes[base, cut] = base.ref.nbytes
+            if base in self.makers and depth < DEPTH and (kept := self.needs(self.makers[base], cut)) is not None:
+                read = dict.fromkeys(base_cuts(self.makers[base], kept[0]))
                 sizes = [self.gathered(v) if c is None else self.least(v, c, depth + 1) for v, c in read]
-                self.known[base, cut] = min(base.ref.nbytes, sum(sizes))
-        return self.known[base, cut]
+                self.least_bytes[base, cut] = min(base.ref.nbytes, sum(sizes))
+        return self.least_bytes[base, cut]
 
     def gathered(self, base: Base) -> int:
         return 0 if base.replicable else self.record.n * base.ref.nbytes
 
     def needs(self, node: Node, cut: Cut) -> tuple[Needs, Outcome] | None:
         """The cuts of the operands for a result with this cut; None if the operation does not keep that dim."""
-        [out], found = node.results, list[Layout]()
+        [out], cuts = node.results, list[Layout]()
         for t in node.operands:
             dim = cut.dim - out.ndim + t.ndim
             keeps = isinstance(t, Ref) and dim >= 0 and t.shape[dim] == out.shape[cut.dim]
-            found.append(Cut(dim, cut.outer) if keeps else None)
-        if not any(found) or sum(of is not None for _, of in base_cuts(node, (*found,))) < sum(map(bool, found)):
+            cuts.append(Cut(dim, cut.outer) if keeps else None)
+        needs = tuple(cuts)
+        if not any(needs) or sum(of is not None for _, of in base_cuts(node, needs)) < sum(map(bool, needs)):
             return None  # a view cannot have the cut
-        try:
-            outcome = frame_of(node, found, self.record.n).outcome()
-        except Exception:  # no such offer
+        outcome = outcome_of(node, needs, self.record.n)
+        if outcome is None:
             return None
-        needs = tuple(found)
         changes = outcome.cut != cut or outcome.sizes or inner_collectives(node, needs, outcome, self.record.n)
         return None if changes else (needs, outcome)
 
     def add(self, node: Node, cut: Cut) -> None:
         """Add the offer of an operation that gives this cut of its result."""
-        if (ways := self.needs(node, cut)) is None:
+        if (kept := self.needs(node, cut)) is None:
             return
-        needs, outcome = ways
+        needs, outcome = kept
         cuts: dict[Base, Layout] = {}
         for base, of in base_cuts(node, needs):
             if cuts.setdefault(base, of) != of:
