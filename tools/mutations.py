@@ -401,8 +401,15 @@ FAULTS = [
     Fault(
         "what a checkpoint computes again takes the first turn",
         "dsp/core/checkpoints.py",
-        'a.turns = {**before, "pass": backward_pass()}',
+        'a.turns = {**turns, "run": None}',
         "a.turns = None",
+        "dsp/core/test_lookup::test_two_that_read_the_same_are_decided_apart",
+    ),
+    Fault(
+        "what a checkpoint reads from its closure takes the first turn in a recomputation",
+        "dsp/core/checkpoints.py",
+        "return self.region.turns[id(t)][1] if self.region.read(t) else {}",
+        "return {}",
         "dsp/core/test_lookup::test_two_that_read_the_same_are_decided_apart",
     ),
     Fault(

@@ -217,7 +217,7 @@ def base_of(t: Carrier) -> Carrier:
 
 def detach(t: Carrier) -> Carrier:
     """The same numbers without gradient. The two are one tensor in a plan, so they share turns and copies."""
-    base, t.turns = shared_base(t), t.turns or {"pass": backward_pass()}
+    base, t.turns = shared_base(t), t.turns or {"run": None}
     with LOCAL():
         detached = carry(t.record, plain(t).detach(), t.ref, t.cut)
         if base.ref is t.ref and base.copies:  # the base may be gone when they are read

@@ -1,15 +1,16 @@
-"""The arguments of a checkpoint that runs again: those inside another one come back as plain tensors, and get back
-what they carried; of nodes with one key, the one is next that was when the checkpoint began.
+"""The regions of checkpoints, as they were when they began: a recomputation starts from the same.
 
-A recomputation has the observer of collectives that its forward had, in whichever thread it runs, and torch.compile is
-off in it as it was in the forward.
+Arguments that were saved inside another checkpoint come back as plain tensors, and get back what they carried; of nodes
+with one key, the one is next that was next. A recomputation has the observer of collectives that its forward had, in
+whichever thread it runs, and torch.compile is off in it as it was in the forward.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -17,43 +18,82 @@ from torch import Tensor
 from dsp.comm.observers import OBSERVER, observing
 from dsp.core.carrier import Carrier, carry, plain
 from dsp.support.compile_off import CompileOff
-from dsp.support.private import Recompute, backward_pass, checkpoint_arguments, checkpoint_frame, checkpoint_frames
+from dsp.support.private import Recompute, checkpoint_arguments, checkpoint_frame, checkpoint_frames
+
+RECOMPUTATION: ContextVar[Recomputation | None] = ContextVar("dsp_recomputation", default=None)
 
 
-def keep_arguments(compiled: bool) -> None:
-    """Let the checkpoints in which the caller runs restore their arguments when they run again.
+def keep_regions(compiled: bool) -> None:
+    """Keep how the checkpoints begin in which the caller runs.
 
     compiled: torch.compile is off in the forward, which calls compiled functions.
     Those around the innermost one may have nothing else in them: nobody would ask for theirs.
     """
     last = checkpoint_frame()
-    if last is None or Recompute.known(last, keep_arguments):
+    if last is None or region_of(last) is not None:
         return
     for frame in checkpoint_frames():
-        if not Recompute.known(frame, keep_arguments):
-            restore_arguments(frame, compiled)
+        if region_of(frame) is None:
+            Region(frame, compiled)
 
 
-def restore_arguments(frame: Any, compiled: bool) -> None:
-    """Let a checkpoint in which the caller runs give its arguments what they carried."""
-    arguments = checkpoint_arguments(frame)
-    carried = [(a.record, a.ref, a.cut) if isinstance(a, Carrier) else None for a in arguments]
-    turns = [{**a.turns} if isinstance(a, Carrier) and a.turns else {} for a in arguments]
+def note_turns(t: Any) -> None:
+    """Keep the turns of a tensor, or a watch, that checkpoints read for the first time, as from a closure."""
+    last = checkpoint_frame()
+    region = None if last is None else region_of(last)
+    if region is None or region.read(t):
+        return
+    for frame in checkpoint_frames():
+        if (region := region_of(frame)) is not None and not region.read(t):
+            region.turns[id(t)] = weakref.ref(t), {**t.turns}
 
-    def restore(args: Sequence[Any]) -> Sequence[Any]:
-        first = len(args) - len(carried)
-        pairs = zip(args[first:], carried)
+
+class Region:
+    """What a checkpoint runs, as it was when it began. turns: by the id of a tensor."""
+
+    def __init__(self, frame: Any, compiled: bool) -> None:
+        arguments = checkpoint_arguments(frame)
+        self.carried = [(a.record, a.ref, a.cut) if isinstance(a, Carrier) else None for a in arguments]
+        self.turns_of_arguments = [{**a.turns} if isinstance(a, Carrier) and a.turns else {} for a in arguments]
+        self.turns = dict[int, tuple[weakref.ref[Any], dict[Any, Any]]]()
+        self.observer, self.compiled = OBSERVER.get(), compiled
+        Recompute(frame, self, self.recomputing, plain, self.arguments)
+
+    def read(self, t: Any) -> bool:
+        return t is self.turns.get(id(t), (type(None),))[0]()
+
+    def arguments(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of a recomputation, from those that were saved."""
+        first = len(args) - len(self.carried)
+        pairs = zip(args[first:], self.carried)
         restored = [a if c is None or type(a) is not Tensor else carry(c[0], a, c[1], c[2]) for a, c in pairs]
-        for a, before in zip(restored, turns):
+        for a, turns in zip(restored, self.turns_of_arguments):
             if isinstance(a, Carrier):
-                a.turns = {**before, "pass": backward_pass()}
+                a.turns = {**turns, "run": None}
         return *args[:first], *restored
 
-    Recompute(frame, keep_arguments, partial(as_in_forward, OBSERVER.get(), compiled), plain, restore)
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """The context of a recomputation."""
+        token = RECOMPUTATION.set(Recomputation(self))
+        try:
+            with observing(self.observer), CompileOff() if self.compiled else nullcontext():
+                yield
+        finally:
+            RECOMPUTATION.reset(token)
 
 
-@contextmanager
-def as_in_forward(observer: Any, compiled: bool) -> Iterator[None]:
-    """The context of a recomputation."""
-    with observing(observer), CompileOff() if compiled else nullcontext():
-        yield
+class Recomputation:
+    """One run of a region in backward."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def turns_of(self, t: Any) -> dict[Any, Any]:
+        """The turns that a tensor had when the region first read it."""
+        return self.region.turns[id(t)][1] if self.region.read(t) else {}
+
+
+def region_of(frame: Any) -> Region | None:
+    """The region of a checkpoint, if it is kept."""
+    return next((key for key in Recompute.keys(frame) if isinstance(key, Region)), None)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dsp.core.carrier import Carrier
+from dsp.core.checkpoints import RECOMPUTATION, note_turns
 from dsp.core.record import Node, Offer, Operation, Record, Ref
 from dsp.core.torch_calls import Operand, tensor_args
 from dsp.core.torch_traits import DRAWN
-from dsp.support.private import backward_pass, pytree
+from dsp.support.private import backward_pass, pytree, saving_hooks
 
 HOT = 65536  # calls kept ready, at most
 VARIANTS = 4096  # nodes kept that differ from planned ones in numbers, at most
@@ -201,13 +202,19 @@ def first_of(args: Any, kwargs: Any) -> Carrier:
 
 
 def turn(key: Any, first: Any, count: int) -> int:
-    """Which of `count` nodes with one key is next. Turns count on the tensor, anew in each backward pass, so that a
-    recomputation finds the same."""
-    now = backward_pass()
+    """Which of `count` nodes with one key is next. Turns count on the tensor: in a recomputation from those that it had
+    when the checkpoint began, so that the same nodes are found."""
+    recomputation = RECOMPUTATION.get()
+    run = backward_pass() if recomputation is None else recomputation
     if first.turns is None:
-        first.turns = {"pass": now}
-    elif first.turns["pass"] != now:  # a detached tensor has the same dict
+        first.turns = {"run": run}
+    elif first.turns["run"] is None:
+        first.turns["run"] = run
+    elif first.turns["run"] != run:  # a detached tensor has the same dict
+        before = {} if recomputation is None else recomputation.turns_of(first)
         first.turns.clear()
-        first.turns["pass"] = now
+        first.turns.update(before, run=run)
+    if saving_hooks(False) is not None:
+        note_turns(first)
     first.turns[key] = at = first.turns.get(key, -1) + 1
     return min(at, count - 1)

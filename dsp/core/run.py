@@ -21,7 +21,7 @@ from dsp.comm.moves import Part, switch_all
 from dsp.comm.observers import RUNNING
 from dsp.comm.randomness import drew, forked, forked_if_drawn, states
 from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, carry_writable, claim, link, one_for_each, plain
-from dsp.core.checkpoints import keep_arguments
+from dsp.core.checkpoints import keep_regions
 from dsp.core.copies import Copies, without_gradient
 from dsp.core.functions import DENSE
 from dsp.core.inputs import Inputs, refuse_meshes
@@ -88,7 +88,7 @@ class Runner:
 
     def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         if saving_hooks(False) is not None:
-            keep_arguments(self.record.compiled)
+            keep_regions(self.record.compiled)
         key = exact_key(func, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs, first)
         if ready is None:
@@ -192,7 +192,7 @@ class Runner:
 
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
         if saving_hooks(False) is not None:
-            keep_arguments(self.record.compiled)
+            keep_regions(self.record.compiled)
         key = exact_key(stage, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs, first)
         node, offer, local, _, slots, nested = ready or self.ready_stage(key, at, stage, call, args, kwargs, first)

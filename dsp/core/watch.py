@@ -24,7 +24,6 @@ from dsp.support.private import (
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
-    backward_pass,
     checkpoint_frame,
     get_unwrapped,
     is_functorch_wrapped_tensor,
@@ -69,9 +68,9 @@ class Watch(TorchFunctionMode):
     def watch_recomputation(self) -> None:
         """Let the checkpoint that the caller is in be watched when it recomputes, from the turn at which it began."""
         frame = checkpoint_frame()
-        if frame is not None and not Recompute.known(frame, Watch):
+        if frame is not None and Watch not in Recompute.keys(frame):
             turns = dict(self.turns or {})
-            Recompute(frame, Watch, lambda: type(self)(self.record, {**turns, "pass": backward_pass()}))
+            Recompute(frame, Watch, lambda: type(self)(self.record, {**turns, "run": None}))
 
 
 class KernelCall(NamedTuple):

@@ -30,7 +30,7 @@ def place_of_call() -> RankPart | None:
             "torch.utils.checkpoint with use_reentrant=False, around a stage or a block of the model"
         )
     frame = checkpoint_frame()
-    if place is not None and frame is not None and not Recompute.known(frame, PLACE):
+    if place is not None and frame is not None and PLACE not in Recompute.keys(frame):
         Recompute(frame, PLACE, lambda: placed(place))
     return place
 

@@ -391,14 +391,12 @@ class Recompute:
             return self.inner(*(args if self.given is None else self.given(args)))
 
     @staticmethod
-    def known(frame: Any, key: Any) -> bool:
-        """Tell whether a checkpoint has a context for this key."""
+    def keys(frame: Any) -> Iterator[Any]:
+        """The keys for which a checkpoint has contexts."""
         run = frame.recompute_fn
         while isinstance(run, Recompute):
-            if run.key is key:
-                return True
+            yield run.key
             run = run.inner
-        return False
 
 
 # the garbage collector calls this for a dying tensor, at any time

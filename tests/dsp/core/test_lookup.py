@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,15 @@ from tests.support.runs import Heard
 
 
 class Projections(nn.Module):
-    """Two projections of one tensor, which look alike: one is attended to over space, the other over time."""
+    """Two projections of one tensor, which look alike: one is attended to over space, the other over time.
+
+    checkpoints: one around both, or one around each; these read the tensor as an argument or from their closure, or lie
+    in another one.
+    """
 
     stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
 
-    def __init__(self, time_first: bool, checkpoints: int) -> None:
+    def __init__(self, time_first: bool, checkpoints: str) -> None:
         super().__init__()
         self.space, self.time = toys.Along(2), toys.Along(1)
         self.weights = nn.ParameterList(torch.randn(toys.C, toys.C) / 2 for _ in range(2))
@@ -37,11 +42,17 @@ class Projections(nn.Module):
         return sum(stages[k](part) for k, part in zip(which, parts))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.space(x)
-        if not self.checkpoints:
-            return self.projected(y, *self.order)
-        regions = [self.order] if self.checkpoints == 1 else [[k] for k in self.order]
-        return sum(checkpoint(self.projected, y, *region, use_reentrant=False) for region in regions)
+        y, run = self.space(x), partial(checkpoint, use_reentrant=False)
+        match self.checkpoints:
+            case "one":
+                return run(self.projected, y, *self.order)
+            case "each":
+                return sum(run(self.projected, y, k) for k in self.order)
+            case "closures":
+                return sum(run(partial(self.projected, y, k)) for k in self.order)
+            case "nested":
+                return run(lambda: sum(run(partial(self.projected, y, k)) for k in self.order))
+        return self.projected(y, *self.order)
 
 
 def both(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
@@ -50,7 +61,7 @@ def both(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("time_first", [False, True])
-@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+@pytest.mark.parametrize("checkpoints", ["none", "one", "each", "closures", "nested"])
 @pytest.mark.parametrize(("mesh", "shape"), [(2, (1, 4, 6, toys.C)), (3, (2, 5, 7, toys.C))])
 def test_two_that_read_the_same_are_decided_apart(mesh: DeviceMesh, shape, checkpoints, time_first) -> None:
     """Each in its turn, in what a checkpoint computes again too: as many bytes as planned in every phase."""
