@@ -27,7 +27,7 @@ from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
 from dsp.core.torch_calls import NUMBERS, GlueError, by_position
 from dsp.core.torch_traits import traits
-from dsp.support.private import GRAD_SWITCH, FakeTensor, OpOverload, backward_pass, below_autograd, storage_id
+from dsp.support.private import GRAD_SWITCH, FakeTensor, OpOverload, below_autograd, storage_id
 from dsp.support.tensors import memory, tensors_in, version
 
 LOCAL = torch._C.DisableTorchFunctionSubclass

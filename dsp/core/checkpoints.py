@@ -60,7 +60,9 @@ class Region:
         Recompute(frame, self, self.recomputing, plain, self.arguments)
 
     def read(self, t: Any) -> bool:
-        return t is self.turns.get(id(t), (type(None),))[0]()
+        """Tell whether it has read a tensor. Another one may have had its id."""
+        kept = self.turns.get(id(t))
+        return kept is not None and kept[0]() is t
 
     def arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments of a recomputation, from those that were saved."""
