@@ -199,5 +199,5 @@ def test_discover_finds_no_stage_that_costs_more_than_the_operations(kind: str) 
         for shape in ((5, 7), (8, 16)):
             options = {"kwargs": inputs(kind, *shape, config), "size": n}
             one, two = (dsp.plan(model, stages=s, **options) for s in (found, stages))
-            assert sum(one.bytes.values()) <= sum(two.bytes.values())
-            assert one.flops_whole <= two.flops_whole
+            costs = [(sum(plan.bytes.values()), plan.flops_whole) for plan in (one, two)]  # bytes are compared first
+            assert costs[0] <= costs[1]
