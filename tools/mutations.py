@@ -176,7 +176,7 @@ FAULTS = [
     Fault(
         "nobody hears what a checkpoint sends again",
         "dsp/core/checkpoints.py",
-        "with observing(observer), ",
+        "with observing(self.observer), ",
         "with observing(None), ",
         "dsp/report/test_plan_word",
     ),
