@@ -37,7 +37,7 @@ from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.signature import Bound, sizes_of_root
 from dsp.stages.stage import Stage
 from dsp.support.compile_off import CompileOff
-from dsp.support.private import any_device, compiled_callers, fake_tensor, forget_fakes, hooks_of, wraps_compiled
+from dsp.support.private import any_device, compiled_callers, fake_tensor, hooks_of, wraps_compiled
 from dsp.support.python_state import Path, World
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import Edge, constants_in, edge, map_tensors, memory, remade, tensors_in, version
@@ -160,6 +160,19 @@ class Recorder:
             type(module).forward(module, *args, **kwargs)  # an equal call of its own forward would not run
         return self.kernels.calls
 
+    def revised(self, options: RecordOptions, reachable: Iterable[Any]) -> RecordOptions:
+        """The options that a recording shows to be right. reachable: the objects that outlive the forward, if it has
+        sources.
+
+        A table of which no input is a part is made in full if it outlives the forward, since others may read it, or if
+        a kernel reads it in full. So what it is made of is no source.
+        """
+        full = {*self.full_reads, *(t.ref for t in reachable if isinstance(t, Carrier))}
+        no_sources = options.no_sources | (made_of_sources(self.record, full) if full else frozenset())
+        if no_sources == options.no_sources and not self.record.filled <= options.filled | no_sources:
+            return options._replace(filled=options.filled | self.record.filled)
+        return options._replace(no_sources=no_sources)
+
     def carried(self, node: Node, out: Any) -> Any:
         """The results of a node as carriers."""
         tensors = tensors_in(out)
@@ -225,11 +238,6 @@ class Doubles:
         with self.mode:
             return torch.empty(t.ref.shape, dtype=kind, device=t.device).requires_grad_(t.requires_grad)
 
-    def end(self) -> None:
-        if isinstance(self.mode, Fakes):
-            self.mode.end()
-            forget_fakes()
-
 
 class ModelCopy:
     """A copy of a model on which its forward is recorded.
@@ -270,17 +278,35 @@ def record_forward(
 ) -> tuple[Record, list[Path]]:  # fmt: skip
     """The record of a forward on `n` ranks, and the paths of the carriers that it leaves for later calls.
 
-    A table of which no input is a part is made in full if it outlives the forward, since others may read it, or if a
-    kernel reads it in full. So what it is made of is no source: the forward is recorded again.
+    A recording may show that other options are right; then the forward is recorded again.
+    """
+    while True:
+        try:
+            record, paths, revised = attempt(model, stages, root, (args, kwargs), n, rules, options)
+        except Casts:
+            options = options._replace(mixed=False)
+            continue
+        if revised == options:
+            return record, paths
+        options = revised
+
+
+def attempt(
+    model: nn.Module, stages: list[Stage], root: StagePattern | None, inputs: tuple[Any, Any], n: int, rules: Rules,
+    options: RecordOptions,
+) -> tuple[Record, list[Path], RecordOptions]:  # fmt: skip
+    """A recording: the record, the paths of the carriers that it leaves, and the options that it shows to be right.
+
+    Raises Casts if the dtypes of mixed precision do not fit the forward.
     """
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     precision = Precision(model if options.mixed and options.dtype is None else nn.Module(), staged)
     copies = Doubles(options, precision.parameters)
-    signature, inputs = signature_of(model, root), (args, kwargs)
-    sharded = arrivals_as_stated(signature.bind(args, kwargs)[1], options.given)
+    signature = signature_of(model, root)
+    sharded = arrivals_as_stated(signature.bind(*inputs)[1], options.given)
     clone = ModelCopy(model, stages, copies)
     precision.hooks(clone.memo)
-    args, kwargs = remade((tuple(args), dict(kwargs)), copies.of)
+    args, kwargs = remade((tuple(inputs[0]), dict(inputs[1])), copies.of)
     record = Record(n, sizes_of_root(model, root, args, kwargs), rules, stages)
     record.no_sources |= options.no_sources
     record.filled |= options.filled
@@ -309,27 +335,21 @@ def record_forward(
             refuse_functions(tensors_in(out))
             note_outputs(recorder, root, out, signature.bind(*call)[1])
             paths = [path for path, _ in persistent_tensors(clone.module, args, kwargs)]
-            reached = World(clone.module, args, kwargs).seen.values() if record.sources else ()
-            full = {*recorder.full_reads, *(t.ref for t in reached if isinstance(t, Carrier))}
-    except Casts:
-        return record_forward(model, stages, root, *inputs, n, rules, options._replace(mixed=False))
+            reachable = World(clone.module, args, kwargs).seen.values() if record.sources else ()
+            revised = recorder.revised(options, reachable)
     finally:
-        copies.end()
-    if more := made_of_sources(record, full) - options.no_sources:
-        options = options._replace(no_sources=options.no_sources | more)
-        return record_forward(model, stages, root, *inputs, n, rules, options)
-    if not record.filled <= options.filled | options.no_sources:
-        options = options._replace(filled=options.filled | record.filled)
-        return record_forward(model, stages, root, *inputs, n, rules, options)
-    for error in recorder.full_reads.values():
-        raise error
-    if clone.before != clone.state():
-        return record_forward(model, stages, root, *inputs, n, rules, options._replace(equal=False))
+        if isinstance(copies.mode, Fakes):
+            copies.mode.end()
+    if revised == options:
+        for error in recorder.full_reads.values():
+            raise error
+        if clone.before != clone.state():
+            revised = options._replace(equal=False)
     meter.start()
     record.draws = meter.between or any(node.draws for node in record.nodes if node.kind == "operation")
     record.memories = None
     record.compiled |= any(wraps_compiled(m) for m in model.modules() if id(m) not in clone.staged)
-    return record, paths
+    return record, paths, revised
 
 
 def arrivals_as_stated(bound: Sequence[Bound], stated: Mapping[str, Cut]) -> dict[str, Cut]:
