@@ -36,8 +36,8 @@ FAULTS = [
     Fault(
         "a plan forgets what a rank passes on for its neighbours",
         "dsp/comm/node_routes.py",
-        "within = sum(own) - sum(own[place::node])",
-        "within = sum(own[mates.start : mates.stop]) - own[rank]",
+        "within = sum(goes) - sum(goes[place::node])",
+        "within = sum(goes[mates.start : mates.stop]) - goes[rank]",
         "dsp/comm/test_routes::test_bytes_by_hand",
     ),
     Fault(
@@ -162,8 +162,8 @@ FAULTS = [
     Fault(
         "a stretch is written where the chunk begins",
         "dsp/glue/rules/joins.py",
-        "own = [k - chunk(size, f.n, f.rank)[0] for k in places[a:b]]",
-        "own = [k - chunk(size, f.n, 0)[0] for k in places[a:b]]",
+        "rows = [k - chunk(size, f.n, f.rank)[0] for k in places[a:b]]",
+        "rows = [k - chunk(size, f.n, 0)[0] for k in places[a:b]]",
         "dsp/glue/test_prover",
     ),
     Fault(

@@ -44,7 +44,7 @@ class RowDeal:
     def traffic(self) -> RowTraffic:
         return row_traffic(self.size, tuple(tuple(self.spans(rank)) for rank in range(self.n)))
 
-    def own(self, rank: int) -> int:
+    def local_size(self, rank: int) -> int:
         """How many rows are dealt to a rank."""
         return sum(self.traffic.taken(rank))
 
@@ -90,7 +90,7 @@ def _exchange(x: Tensor, dim: int, size: int, step: int, group: str, back: bool 
 
 def _rows_of(x: Tensor, dim: int, size: int, step: int, group: str, back: bool = False) -> Tensor:
     n, rank = ranks(group)
-    return resized(x, {dim: chunk_sizes(size, n)[rank] if back else deal_of(size, n, step).own(rank)})
+    return resized(x, {dim: chunk_sizes(size, n)[rank] if back else deal_of(size, n, step).local_size(rank)})
 
 
 exchanges(

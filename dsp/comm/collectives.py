@@ -101,9 +101,9 @@ def collective(
             return run_observed(ctx, back, grad, ctx.shape, *ctx.where), *[None] * len(ctx.where)  # type: ignore[arg-type]
         asks = [i for i in ctx.asks if grad[i] is not None]  # a result that no rank used has none
         some = [grad[i] for i in asks]
-        found = dict(zip(asks, run_observed(ctx, back, some, asks, ctx.shape, *ctx.where))) if asks else {}  # type: ignore[arg-type]
+        grads = dict(zip(asks, run_observed(ctx, back, some, asks, ctx.shape, *ctx.where))) if asks else {}  # type: ignore[arg-type]
         # torch takes an empty list for one of tensors
-        return [found.get(i) for i in range(len(grad))], *([] if value == [] else None for value in ctx.where)
+        return [grads.get(i) for i in range(len(grad))], *([] if value == [] else None for value in ctx.where)
 
     _lib.define(schema, tags=EXACT)
     for device in ("CPU", "CUDA"):
@@ -144,10 +144,10 @@ def exchanges_of_many(
         under_way = [(plan, launched(plan.pack(x), plan)) for plan, x in plans(xs, *where)]
         for _, one in under_way:
             one.go_on()
-        made = [plan.unpack(one.arrived()) for plan, one in under_way]
-        while isinstance(made[0], list):
-            made = [y for own in made for y in own]
-        return [y if y.ndim == x.ndim else y.view(x.dtype).squeeze(-1) for x, y in zip(xs, made)]
+        results = [plan.unpack(one.arrived()) for plan, one in under_way]
+        while isinstance(results[0], list):
+            results = [y for row in results for y in row]
+        return [y if y.ndim == x.ndim else y.view(x.dtype).squeeze(-1) for x, y in zip(xs, results)]
 
     name = collective(schema, kernel, fake, back)
     COLLECTIVES[name] = lambda *args: [one for plan, x in plans(*args) for one in sent(kind, plan, x)]
@@ -158,7 +158,7 @@ def resized(x: Tensor, sizes: dict[int, int]) -> Tensor:
     return like(x, [sizes.get(d, size) for d, size in enumerate(x.shape)])
 
 
-def _own(size: Any, pieces: Sequence[int], group: str) -> int:
+def _local_size(size: Any, pieces: Sequence[int], group: str) -> int:
     n, rank = ranks(group)
     return chunk_sizes(tuple(pieces) or int(size), n)[rank]
 
@@ -181,7 +181,7 @@ exchanges(
     "str wire='same', str back='same') -> Tensor",
     _switch,
     lambda x, src, dst, size, group, src_pieces=(), dst_pieces=(), *wire: resized(
-        x, {src: size, dst: _own(x.shape[dst], dst_pieces, group)}
+        x, {src: size, dst: _local_size(x.shape[dst], dst_pieces, group)}
     ),
     lambda g, shape, src, dst, size, group, came, gone, wire, back: ops.switch(
         g, dst, src, shape[dst], group, gone, came, back, wire
@@ -225,11 +225,11 @@ def _switches(
             xs = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
         return [(joint_plan(xs, where, group), xs)]
     plans, groups = list[ExchangePlan](), [[*same] for _, same in groupby(range(len(xs)), of.__getitem__)]
-    for own in groups:
-        plan = joint_plan([xs[i] for i in own], [where[i] for i in own], group)
-        dtype = xs[own[0]].dtype
+    for indices in groups:
+        plan = joint_plan([xs[i] for i in indices], [where[i] for i in indices], group)
+        dtype = xs[indices[0]].dtype
         plans.append(in_format(plan, wire, dtype) if format_of(wire, dtype) else Bytes(plan, dtype))
-    return [(Together(plans), [[xs[i] for i in own] for own in groups])]
+    return [(Together(plans), [[xs[i] for i in indices] for indices in groups])]
 
 
 exchanges_of_many(
@@ -335,7 +335,7 @@ exchanges(
     lambda x, dim, group, pieces=(): _reduce_scatter(
         (tuple(x.shape), order_of(x)), dim, group, tuple(pieces), *ranks(group), x.dtype
     ),
-    lambda x, dim, group, pieces=(): resized(x, {dim: _own(x.shape[dim], pieces, group)}),
+    lambda x, dim, group, pieces=(): resized(x, {dim: _local_size(x.shape[dim], pieces, group)}),
     lambda g, shape, dim, group, pieces: ops.gather(g, dim, shape[dim], group, pieces), "reduce_scatter",
 )  # fmt: skip
 

@@ -60,8 +60,8 @@ class count_comm(TorchDispatchMode):
             traffic = self.forward
             if backward_pass() != -1:
                 # in backward, one of our collectives belongs to an adjoint, or to forward work that is recomputed
-                again = func.namespace == "dsp" and not OURS.search(backward_node())
-                traffic = self.recompute if again else self.backward
+                recompute = func.namespace == "dsp" and not OURS.search(backward_node())
+                traffic = self.recompute if recompute else self.backward
             for kind, calls, nbytes in COLLECTIVES[name](*args):
                 traffic.calls[kind] += calls
                 traffic.bytes[kind] += nbytes

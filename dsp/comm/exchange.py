@@ -351,7 +351,7 @@ class SwitchPlan(ExchangePlan):
             )
         rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
         goes, comes = [own_src * d * rest for d in self.dst_parts], [s * own_dst * rest for s in src_parts]
-        super().__init__(group, goes, comes, src_size * shape[dst] * rest, [own * rest for own in src_parts])
+        super().__init__(group, goes, comes, src_size * shape[dst] * rest, [part * rest for part in src_parts])
 
         def out(src_size: int) -> list[int]:
             return [src_size if d == src else own_dst if d == dst else s for d, s in enumerate(shape)]
@@ -396,7 +396,7 @@ class SwitchPlan(ExchangePlan):
 
     def pack_pieces(self, x: Tensor) -> Tensor:
         lead, dim = self.leading(x), self.block_dim
-        parts, send = lead.split([own for piece in self.gone for own in piece], dim), x.new_empty(x.numel())
+        parts, send = lead.split([length for piece in self.gone for length in piece], dim), x.new_empty(x.numel())
         for rank, room in enumerate(send.split(self.in_splits)):
             shape = [*lead.shape[:dim], self.dst_parts[rank], *lead.shape[dim + 1 :]]
             torch.cat(parts[rank :: len(self.dst_parts)], dim, out=room.view(shape))
@@ -436,8 +436,8 @@ class SwitchPlan(ExchangePlan):
     def join(self, parts: list[Tensor], room: Tensor | None = None) -> Tensor:
         """The result, joined in one copy from the parts of all ranks; into `room`, if given."""
         if self.came:  # each rank sent its part of every piece
-            own = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
-            parts = [of_rank[k] for k in range(len(self.came)) for of_rank in own]
+            pieces = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
+            parts = [of_rank[k] for k in range(len(self.came)) for of_rank in pieces]
         if self.kept is None:
             return torch.cat(parts, self.src, out=room).contiguous()
         parts = [part.permute(self.kept) for part in parts]

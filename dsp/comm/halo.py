@@ -36,18 +36,18 @@ class RowTraffic:
 
     def taken(self, rank: int) -> Sequence[int]:
         """The rows that this rank reads of each rank's chunk."""
-        return [own[rank] for own in self.counts]
+        return [row[rank] for row in self.counts]
 
     @cached_property
     def travels(self) -> bool:
         """Tell whether any rank has to send rows."""
-        return any(k for rank, own in enumerate(self.counts) for other, k in enumerate(own) if other != rank)
+        return any(k for rank, row in enumerate(self.counts) for other, k in enumerate(row) if other != rank)
 
     def sent(self, row: int) -> tuple[list[int], list[int]]:
         """The bytes that each rank sends if a row has `row` bytes: to those that read, and of gradients back."""
 
         def of(counts: Iterable[tuple[int, ...]]) -> list[int]:
-            return [row * (sum(own) - own[rank]) for rank, own in enumerate(counts)]
+            return [row * (sum(reads) - reads[rank]) for rank, reads in enumerate(counts)]
 
         return of(self.counts), of(zip(*self.counts))
 
@@ -62,7 +62,7 @@ def row_traffic(size: int, spans: tuple[tuple[Span, ...], ...]) -> RowTraffic:
     """The rows that ranks read of each other's chunks of a dim of `size`, if they read these spans; by rank."""
     n = len(spans)
     chunks = [(start, start + length) for start, length in zip(starts_of(size, n), chunk_sizes(size, n))]
-    counts = (tuple(sum(max(0, min(b, d) - max(a, c)) for c, d in own) for own in spans) for a, b in chunks)
+    counts = (tuple(sum(max(0, min(b, d) - max(a, c)) for c, d in pieces) for pieces in spans) for a, b in chunks)
     return RowTraffic(tuple(counts))
 
 
@@ -134,7 +134,7 @@ class RowsOfOthers(AlongDim):
             (tuple(x.shape), order_of(x)), reads.dim, group, gives, self.takes,
             lambda rows: torch.cat([rows.narrow(0, *span) for span in spans]),
         )  # fmt: skip
-        self.own = x.narrow(self.dim, *goes[reads.rank])
+        self.local = x.narrow(self.dim, *goes[reads.rank])
 
     def unpack(self, received: Tensor) -> Tensor:
         return self.from_each(received.split(self.out_splits))
@@ -142,12 +142,12 @@ class RowsOfOthers(AlongDim):
     def from_each(self, parts: Sequence[Tensor]) -> Tensor:
         rest = self.arriving[1:]
         came = [part.view(k, *rest).movedim(0, self.dim) for part, k in zip(parts, self.takes)]
-        came[self.reads.rank] = self.own
+        came[self.reads.rank] = self.local
         if not self.home:
             return dense(torch.cat(came, self.dim), self.kept)
-        shape, dtype = [*self.own.shape], self.own.dtype
+        shape, dtype = [*self.local.shape], self.local.dtype
         shape[self.dim] = self.reads.chunk
-        total = self.own.new_zeros(shape, dtype=summed_in(dtype))
+        total = self.local.new_zeros(shape, dtype=summed_in(dtype))
         for part, (start, k) in zip(came, self.comes):
             total.narrow(self.dim, start, k).add_(part)
         return total.to(dtype)
@@ -172,8 +172,8 @@ def _back(
 
 
 def _fake(home: bool, xs: list[Tensor], *where: Any) -> list[Tensor]:
-    made = [resized(x, {r.dim: r.chunk if home else r.span}) for x, r in zip(xs, reads_of(*where))]
-    return [y.new_empty(y.shape) for y in made] if home else made
+    results = [resized(x, {r.dim: r.chunk if home else r.span}) for x, r in zip(xs, reads_of(*where))]
+    return [y.new_empty(y.shape) for y in results] if home else results
 
 
 for _name, _home in (("rows", False), ("rows_home", True)):

@@ -106,12 +106,12 @@ def fully_sharded(
     gathered in `calls` calls for forward and again for backward, in each of `batches` that a step accumulates. Then
     gradients are reduce-scattered, and each rank's part is averaged over the groups.
     """
-    found = []
+    exchanges = []
     if shard > 1:
         part = (shard - 1) / shard
-        found.append(Exchange("all_gather_into_tensor", 2 * batches * weights * part, 2 * batches * calls, shard))
-        found.append(Exchange("reduce_scatter_tensor", gradients * part, calls, shard))
-    return found + all_reduced(gradients / shard, replicate, stride=shard, calls=calls)
+        exchanges.append(Exchange("all_gather_into_tensor", 2 * batches * weights * part, 2 * batches * calls, shard))
+        exchanges.append(Exchange("reduce_scatter_tensor", gradients * part, calls, shard))
+    return exchanges + all_reduced(gradients / shard, replicate, stride=shard, calls=calls)
 
 
 @dataclass(frozen=True)
@@ -321,8 +321,8 @@ def measured_links(mesh: DeviceMesh, *, node: int, nbytes: int = 1 << 24, rounds
     link = _link(mesh, mates, nbytes, rounds, f"{node} ranks, measured") if node > 1 else network
     if more := messages_more(n, node):
         network = replace(network, message=max(0.0, whole.alpha - max(link.alpha, network.alpha)) / more)
-    found = Hardware(link, math.inf, math.inf, network, node)
-    return replace(found, share={"direct": min(1.0, whole.bandwidth / found.axis(n).bandwidth)})
+    hardware = Hardware(link, math.inf, math.inf, network, node)
+    return replace(hardware, share={"direct": min(1.0, whole.bandwidth / hardware.axis(n).bandwidth)})
 
 
 def _link(mesh: DeviceMesh, among: Sequence[int], nbytes: int, rounds: int, name: str) -> Link:

@@ -54,10 +54,10 @@ class Cut(NamedTuple):
         """The length that is shared out among ranks: of the inner part of a fold, or of each piece of a joined dim."""
         return size // self.outer if isinstance(self.outer, int) else self.outer
 
-    def own(self, size: int, n: int, rank: int) -> int:
+    def local_size(self, size: int, n: int, rank: int) -> int:
         """The length that a rank holds of a dim of `size`."""
-        own = chunk_sizes(self.extent(size), n)[rank]
-        return self.outer * own if isinstance(self.outer, int) else own
+        length = chunk_sizes(self.extent(size), n)[rank]
+        return self.outer * length if isinstance(self.outer, int) else length
 
     def placement(self) -> Placement:
         if self.joined:
@@ -150,8 +150,7 @@ class Axis:
         return cls(mesh, mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name, wire, ways)
 
     def local_shape(self, shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
-        own = cut.own(shape[cut.dim], self.size, self.rank)
-        return (*shape[: cut.dim], own, *shape[cut.dim + 1 :])
+        return (*shape[: cut.dim], cut.local_size(shape[cut.dim], self.size, self.rank), *shape[cut.dim + 1 :])
 
     def narrow(self, x: Tensor, cut: Cut) -> Tensor:
         """This rank's part of a replicated tensor. It sends nothing, and is a view unless the dim is a fold."""

@@ -59,27 +59,27 @@ class Part(NamedTuple):
         """The result of the exchange with folds closed again."""
         return came if self.simple else came.reshape(sp.local_shape(self.shape, self.dst))
 
-    def apart(self, sp: Axis) -> list[Part]:
+    def split(self, sp: Axis) -> list[Part]:
         """The switches of its pieces as tensors of their own: for each piece along `src`, each piece along `dst`. If
         neither dim is joined, the switch itself."""
         if not (self.src.joined or self.dst.joined):
             return [self]
         (src, there), (dst, here) = (pieces_of(cut, self.shape) for cut in (self.src, self.dst))
-        own = [src._replace(dim=0).own(size, sp.size, sp.rank) for size in there]
-        found = []
-        for row, size in zip(self.local.split(own, src.dim), there):
+        lengths = [src._replace(dim=0).local_size(size, sp.size, sp.rank) for size in there]
+        parts = []
+        for row, size in zip(self.local.split(lengths, src.dim), there):
             for piece, extent in zip(row.split(here, dst.dim), here):
                 shape = list(self.shape)
                 shape[src.dim], shape[dst.dim] = size, extent
-                found.append(Part(piece, src, dst, tuple(shape)))
-        return found
+                parts.append(Part(piece, src, dst, tuple(shape)))
+        return parts
 
-    def together(self, made: list[Tensor]) -> Tensor:
+    def together(self, results: list[Tensor]) -> Tensor:
         """The result, joined from the results of its pieces."""
-        if len(made) == 1:
-            return made[0]
+        if len(results) == 1:
+            return results[0]
         count = len(pieces_of(self.dst, self.shape)[1])
-        rows = [made[i : i + count] for i in range(0, len(made), count)]
+        rows = [results[i : i + count] for i in range(0, len(results), count)]
         joined = [row[0] if count == 1 else torch.cat(row, self.dst.dim) for row in rows]
         return joined[0] if len(joined) == 1 else torch.cat(joined, self.src.dim)
 
@@ -92,14 +92,14 @@ def pieces_of(cut: Cut, shape: Sequence[int]) -> tuple[Cut, list[int]]:
 
 def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     """Several switches in one all-to-all, forward and backward."""
-    pieces = [part.apart(sp) for part in parts]
-    every = [piece for own in pieces for piece in own]
-    of = [k for k, own in enumerate(pieces) for _ in own]
+    pieces = [part.split(sp) for part in parts]
+    every = [piece for row in pieces for piece in row]
+    of = [k for k, row in enumerate(pieces) for _ in row]
     came = torch.ops.dsp.switch_many(
         *map(list, zip(*[piece.opened(sp) for piece in every])), sp.switching, of, (), (), *sp.formats
     )
-    made = iter([piece.closed(t, sp) for piece, t in zip(every, came)])
-    return [part.together([next(made) for _ in own]) for part, own in zip(parts, pieces)]
+    results = iter([piece.closed(t, sp) for piece, t in zip(every, came)])
+    return [part.together([next(results) for _ in row]) for part, row in zip(parts, pieces)]
 
 
 def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
@@ -112,19 +112,19 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     alike: dict[Any, list[int]] = {}
     for i, p in enumerate(parts):
         alike.setdefault("small" if p.small(sp.size) else i if p.pieces is None else p.pieces, []).append(i)
-    found: dict[int, Tensor] = {}
-    for kind, own in alike.items():
-        of = [parts[i] for i in own]
-        if len(own) == 1:
-            made = [switch_local(*of[0], sp)]
+    results: dict[int, Tensor] = {}
+    for kind, indices in alike.items():
+        of = [parts[i] for i in indices]
+        if len(indices) == 1:
+            outputs = [switch_local(*of[0], sp)]
         elif kind == "small":
-            made = switch_together(of, sp)
+            outputs = switch_together(of, sp)
         else:
             opened = map(list, zip(*[p.opened(sp) for p in of]))
             came = torch.ops.dsp.switch_many(*opened, sp.switching, (), *kind, *sp.formats)
-            made = [p.closed(t, sp) for p, t in zip(of, came)]
-        found.update(zip(own, made))
-    return [found[i] for i in range(len(parts))]
+            outputs = [p.closed(t, sp) for p, t in zip(of, came)]
+        results.update(zip(indices, outputs))
+    return [results[i] for i in range(len(parts))]
 
 
 def gather_local(x: Tensor, cut: Cut, shape: Any, sp: Axis) -> Tensor:

@@ -63,15 +63,15 @@ class Ways(NamedTuple):
 
         A kind of link that does not exist is left out. A direct switch is one call, between nodes.
         """
-        node, place, own, mates = self.node, rank % self.node, to_each(rank), self.mates(rank)
+        node, place, goes, mates = self.node, rank % self.node, to_each(rank), self.mates(rank)
         calls = {DIRECT: (0, 1), HIERARCHICAL: (1, 1), ROUNDS: (node - 1, self.size - node)}[way]
         if way == HIERARCHICAL:
-            within = sum(own) - sum(own[place::node])
+            within = sum(goes) - sum(goes[place::node])
             passed = [to_each(mate)[place::node] for mate in mates]
             between = sum(map(sum, passed)) - sum(sizes[rank // node] for sizes in passed)
         else:
-            within = sum(own[mates.start : mates.stop]) - own[rank]
-            between = sum(own) - own[rank] - within
+            within = sum(goes[mates.start : mates.stop]) - goes[rank]
+            between = sum(goes) - goes[rank] - within
         there = {WITHIN: (within, calls[0])} if node > 1 else {}
         return there | ({BETWEEN: (between, calls[1])} if self.nodes > 1 else {})
 
@@ -86,11 +86,11 @@ STRAIGHT = Ways(1)
 @lru_cache(maxsize=4096)
 def ways_of(group: str) -> tuple[str, Ways | None]:
     """The name of the process group, and the ways that follow it, if any, in the `group` of an op."""
-    name, *told = group.split("|")
-    if not told:
+    name, *fields = group.split("|")
+    if not fields:
         return name, None
-    steps = [step.split(":") for step in told[2:]]
-    return name, Ways(int(told[0]), int(told[1]), tuple((float(until), way) for until, way in steps))
+    steps = [step.split(":") for step in fields[2:]]
+    return name, Ways(int(fields[0]), int(fields[1]), tuple((float(until), way) for until, way in steps))
 
 
 ToEach = Callable[[int], Sequence[int]]  # the counts of elements that a rank sends to each
@@ -112,8 +112,8 @@ def hierarchical(
 ) -> Iterator[list[Any]]:
     """Two legs: within the node, each rank gets all that is for its place on any node; then between nodes."""
     n, rank = group.size(), group.rank()
-    own, place = divmod(rank, node)
-    mates = range(own * node, own * node + node)
+    home, place = divmod(rank, node)
+    mates = range(home * node, home * node + node)
     sizes = [to_each(mate) for mate in mates]
     passed = [[*each[place::node]] for each in sizes]  # from each rank of the node, for this place on each node
     blocks = send.split([*sizes[place]])
@@ -124,8 +124,8 @@ def hierarchical(
     by_mate = [blocks[place::node] if i == place else came[i].split(each) for i, each in enumerate(passed)]
     for_node = [*zip(*by_mate)]
     rooms = out.split([sum(comes[first : first + node]) for first in range(0, n, node)])
-    torch.cat(for_node[own], out=rooms[own])
-    far = [(k * node + place, k) for k in range(n // node) if k != own]
+    torch.cat(for_node[home], out=rooms[home])
+    far = [(k * node + place, k) for k in range(n // node) if k != home]
     yield messages([(r, torch.cat(for_node[k])) for r, k in far], [(r, rooms[k]) for r, k in far], group)
 
 
@@ -134,10 +134,10 @@ def in_rounds(
 ) -> Iterator[list[Any]]:
     """Rounds in which a rank sends to one other rank and receives from one: first those within its node."""
     n, rank = group.size(), group.rank()
-    own, place = divmod(rank, node)
+    home, place = divmod(rank, node)
     goes, rooms = send.split([*to_each(rank)]), out.split([*comes])
     rooms[rank].copy_(goes[rank])
     for far, near in product(range(n // node), range(node)):
         if far or near:
-            to, of = ((own + d * far) * node % n + (place + d * near) % node for d in (1, -1))
+            to, of = ((home + d * far) * node % n + (place + d * near) % node for d in (1, -1))
             yield messages([(to, goes[to])], [(of, rooms[of])], group)

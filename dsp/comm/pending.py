@@ -37,7 +37,7 @@ from dsp.planner import chunk_sizes, piece_sizes
 def _pieces(size: int, n: int, count: int) -> tuple[list[int], list[tuple[int, ...]]]:
     """The lengths of all pieces of a dim, and for each number of a piece those of each rank."""
     pieces = [piece_sizes(part, count) for part in chunk_sizes(size, n)]
-    return [size for own in pieces for size in own], [*zip(*pieces)]
+    return [size for parts in pieces for size in parts], [*zip(*pieces)]
 
 
 class ChunkedSwitch:

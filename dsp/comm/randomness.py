@@ -81,8 +81,8 @@ def _begin(axis: Axis, value: int) -> tuple[Tensor, ...]:
 def states(axis: Axis) -> tuple[Tensor, ...]:
     """The states of the default generators: of the CPU and, if the ranks have GPUs, of the GPU."""
     with BELOW():  # a mode of tensors without data would lose the states
-        own = torch.get_rng_state()
-        return (own, torch.cuda.get_rng_state()) if axis.mesh.device_type == "cuda" else (own,)
+        cpu = torch.get_rng_state()
+        return (cpu, torch.cuda.get_rng_state()) if axis.mesh.device_type == "cuda" else (cpu,)
 
 
 def drew(axis: Axis, before: tuple[Tensor, ...]) -> bool:

@@ -134,8 +134,8 @@ def exchanges(way: str, nbytes: float, size: int, node: int) -> list[Exchange]:
     if way == HIERARCHICAL:
         within, between = part * nodes * (node - 1), part * node * (nodes - 1)
         return [Exchange("switch", within, 1, node), Exchange("switch", between, 1, nodes, node)]
-    apart = size - node
-    return [Exchange("ring", part * (node - 1), node - 1, node), Exchange("ring", part * apart, apart, nodes, node)]
+    far = size - node
+    return [Exchange("ring", part * (node - 1), node - 1, node), Exchange("ring", part * far, far, nodes, node)]
 
 
 def seconds(way: str, nbytes: float, size: int, hardware: Hardware) -> float:
@@ -154,12 +154,12 @@ def quickest(hardware: Hardware, size: int) -> tuple[tuple[float, str], ...]:
     for way in ways:
         none, many = (seconds(way, nbytes, size, hardware) for nbytes in (0.0, LARGE))
         lines[way] = none, (many - none) / LARGE
-    at, found = min(lines, key=lambda way: (*lines[way], way)), list[tuple[float, str]]()
+    at, bounds = min(lines, key=lambda way: (*lines[way], way)), list[tuple[float, str]]()
     while True:
         start, slope = lines[at]
         later = [((a - start) / (slope - b), b, way) for way, (a, b) in lines.items() if b < slope]
         if not later:
-            return (*found, (inf, at))
+            return (*bounds, (inf, at))
         until, _, following = min(later)
-        found.append((until, at))
+        bounds.append((until, at))
         at = following

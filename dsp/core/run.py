@@ -286,7 +286,7 @@ class Runner:
         if offer.takes_empty or not sharded(offer):
             return 1
         assert offer.option is not None
-        return Cut(0).own(offer.option.size, self.axis.size, self.axis.rank)
+        return Cut(0).local_size(offer.option.size, self.axis.size, self.axis.rank)
 
     def ready_stage(
         self, key: Any, at: int | None, stage: Stage, call: Any, args: Any, kwargs: Any, first: Any

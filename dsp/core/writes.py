@@ -88,7 +88,7 @@ def kin_on_meta(
     kin = kin_of(*meta)
     if name not in DENSE or not isinstance(t := operands[0], Carrier) or t.cut is None:
         return kin
-    rows = [t.cut.own(t.ref.shape[t.cut.dim], axis.size, rank) for rank in range(axis.size)]
+    rows = [t.cut.local_size(t.ref.shape[t.cut.dim], axis.size, rank) for rank in range(axis.size)]
     if rows[0] == 1:
         return None
     if 1 not in rows:

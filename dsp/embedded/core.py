@@ -142,7 +142,7 @@ class AttentionCore(Distributed):
             return forward(*args, **kwargs)
         q, k, v = self.bind(args, kwargs)
         rows = q.shape[1]
-        if place.own == 0:  # drop the dummy row: no other rank may see it
+        if place.local_size == 0:  # drop the dummy row: no other rank may see it
             q, k, v = (x[:, :0] for x in (q, k, v))
         y = self.attend(place, forward, q, k, v)
         return y if y.shape[1] == rows else torch.cat([y, y.new_zeros(len(y), rows, *y.shape[2:])], 1)

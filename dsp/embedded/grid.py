@@ -136,7 +136,7 @@ class Grid:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
         if block.factors.switch == 1:
-            return [x if place.own else x.narrow(p.axis_of(self.along), 0, 0) for p, x in zip(patterns, made)]
+            return [x if place.local_size else x.narrow(p.axis_of(self.along), 0, 0) for p, x in zip(patterns, made)]
         return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, made)]
 
     def returned(

@@ -77,7 +77,7 @@ class WrappedCall:
         call, bound = self.stage.signature.bind(args, kwargs)
         outer = [Received(self.part(b.tensor, c), c, b.pattern, s) for b, c, s in zip(bound, self.cuts, self.shapes)]
         place, inner = around.enter(self.place, self.sizes, outer)
-        locals_ = [r.local if place.own else with_dummy(r.local, r.cut) for r in inner]
+        locals_ = [r.local if place.local_size else with_dummy(r.local, r.cut) for r in inner]
         for b, t in zip(bound, locals_):
             call.replace(b, t)
         versions = [*map(version, locals_)]
@@ -92,4 +92,4 @@ class WrappedCall:
 
     def part(self, t: Tensor, cut: Layout) -> Tensor:
         """This rank's part, without a dummy row."""
-        return t if self.place.own or cut is None else t.narrow(cut.dim, 0, 0)
+        return t if self.place.local_size or cut is None else t.narrow(cut.dim, 0, 0)

@@ -194,15 +194,15 @@ class Region(Distributed):
             y = torch.ops.dsp.all_reduce(forward(*args, **kwargs), group)
         else:
             x, axis = self.activation(args), self.axis_of(place.dim)
-            if x.shape[axis] != max(place.own, 1):
+            if x.shape[axis] != max(place.local_size, 1):
                 raise NotationError(
-                    f"tensor_parallel: {self.name!r} got {tuple(x.shape)} where this rank has {place.own} of "
+                    f"tensor_parallel: {self.name!r} got {tuple(x.shape)} where this rank has {place.local_size} of "
                     f"{place.dim!r}: it should take its stage's activation as its first argument"
                 )
             # an empty rank has one dummy row, which no other rank may see
-            whole = torch.ops.dsp.gather(x.narrow(axis, 0, place.own), axis, place.size, group)
+            whole = torch.ops.dsp.gather(x.narrow(axis, 0, place.local_size), axis, place.size, group)
             y = torch.ops.dsp.reduce_scatter(forward(whole, *args[1:], **kwargs), axis, group)
-            if not place.own:
+            if not place.local_size:
                 y = torch.cat([y, y.new_zeros((*y.shape[:axis], 1, *y.shape[axis + 1 :]))], axis)
         return y if self.rows.bias is None else y + self.rows.bias.to(y.dtype)
 

@@ -26,11 +26,12 @@ from dsp.support.tensors import map_tensors, tensors_in
 UNCHANGED = nullcontext()
 
 
-def frame_of(node: Node, cuts: Any, n: int, apart: bool = False) -> Frame:
-    """The call of a node as a rule reads it, with its operands in the given cuts; apart: see `Frame`."""
+def frame_of(node: Node, cuts: Any, n: int, side_by_side: bool = False) -> Frame:
+    """The call of a node as a rule reads it, with its operands in the given cuts; side_by_side: see `Frame`."""
     assert isinstance(node.call, Operation)
     operands = iter([Operand(tuple(t.shape), c) for t, c in zip(node.operands, cuts)])
-    return Frame(node.name, *replaced(node.call.args, node.call.kwargs, operands), n, func=node.call.func, apart=apart)
+    args, kwargs = replaced(node.call.args, node.call.kwargs, operands)
+    return Frame(node.name, args, kwargs, n, func=node.call.func, side_by_side=side_by_side)
 
 
 def outcome_of(node: Node, cuts: Any, n: int) -> Outcome | None:
@@ -42,14 +43,15 @@ def outcome_of(node: Node, cuts: Any, n: int) -> Outcome | None:
 
 
 class LocalRule:
-    """Makes the function of an offer: `needs` are the cuts of the node's operands; apart: see `Frame`."""
+    """Makes the function of an offer: `needs` are the cuts of the node's operands; side_by_side: see `Frame`."""
 
-    def __init__(self, node: Node, needs: tuple[Layout, ...], apart: bool = False) -> None:
-        self.node, self.needs, self.apart = node, needs, apart
+    def __init__(self, node: Node, needs: tuple[Layout, ...], side_by_side: bool = False) -> None:
+        self.node, self.needs, self.side_by_side = node, needs, side_by_side
 
     def __call__(self, axis: Axis, func: Any, args: Any, kwargs: Any) -> Callable[[list[Tensor]], Any]:
         operands = [Operand(tuple(t.shape), c) for t, c in zip(self.node.operands, self.needs)]
-        frame = Frame(self.node.name, *replaced(args, kwargs, iter(operands)), axis.size, axis.rank, func, self.apart)
+        args, kwargs = replaced(args, kwargs, iter(operands))
+        frame = Frame(self.node.name, args, kwargs, axis.size, axis.rank, func, self.side_by_side)
         return OnParts(axis, frame, operands, self.needs)
 
 

@@ -168,39 +168,39 @@ class Combinations:
             if any(combination):
                 self.attempt(layout)
                 if node.name in JOINS:
-                    self.attempt(layout, apart=True)
+                    self.attempt(layout, side_by_side=True)
             elif all(v.replicable for v in node.bases):
                 self.offers.append(replicated(node, len(node.results)))
 
     def layouts(self, only_small: bool) -> list[list[Layout]]:
         """The layouts of each of the node's bases; see `combine`."""
-        node, found = self.node, list[list[Layout]]()
+        node, choices = self.node, list[list[Layout]]()
         makes = [*node.results, *(node.operands[i] for i in node.writes)]
         largest = max((math.prod(t.shape) for t in makes), default=0)
         for v in node.bases:
             views = [t for t in node.refs if t.base is v]
             small = any(2 * math.prod(t.shape) <= largest for t in views)
             cuts = [c for c in v.cuts if all(t.cut_under(c) is not None for t in views)]
-            found.append([*cuts, *([None] if v.replicable or small or not only_small else [])])
-        return found
+            choices.append([*cuts, *([None] if v.replicable or small or not only_small else [])])
+        return choices
 
-    def attempt(self, layout: Mapping[Base, Layout], apart: bool = False) -> None:
-        """Ask the rule for one combination; apart: tensors joined along their cut stay sharded one by one."""
+    def attempt(self, layout: Mapping[Base, Layout], side_by_side: bool = False) -> None:
+        """Ask the rule for one combination; side_by_side: tensors joined along their cut stay sharded one by one."""
         node = self.node
         needs = tuple(t.cut_under(layout[t.base]) if isinstance(t, Ref) else None for t in node.operands)
-        frame = frame_of(node, needs, self.record.n, apart)
+        frame = frame_of(node, needs, self.record.n, side_by_side)
         try:
             outcome = frame.outcome()
         except Exception as error:
-            if not apart:
+            if not side_by_side:
                 self.refuse(error)
             return
-        if apart and (outcome.cut is None or not outcome.cut.joined):
+        if side_by_side and (outcome.cut is None or not outcome.cut.joined):
             return  # as without
         if any(i in outcome.narrow and not isinstance(node.operands[i], Ref) for i in node.writes):
             return self.refuse(GlueError("each rank would write its part of a tensor that all ranks have"))
         unchanged = runs_unchanged(frame, outcome) and all(last_parts(needs, node, self.record.n))
-        self.add(layout, needs, outcome, None if unchanged else LocalRule(node, needs, apart))
+        self.add(layout, needs, outcome, None if unchanged else LocalRule(node, needs, side_by_side))
 
     def add(
         self, layout: Mapping[Base, Layout], needs: tuple[Layout, ...], outcome: Outcome, local: LocalRule | None
@@ -318,4 +318,4 @@ def runs_unchanged(frame: Frame, o: Outcome) -> bool:
 
 def last_parts(needs: Any, node: Node, n: int) -> list[int]:
     """The lengths that the last rank has of each operand."""
-    return [c.own(t.shape[c.dim], n, n - 1) for c, t in zip(needs, node.operands) if c is not None]
+    return [c.local_size(t.shape[c.dim], n, n - 1) for c, t in zip(needs, node.operands) if c is not None]

@@ -74,7 +74,7 @@ def shard_of(running: InStage, axis: Axis) -> StageShard | None:
         return None
     _, bound = call.stage.signature.bind(running.args, running.kwargs)
     arguments = [Argument(b.slot, b.pattern, tuple(b.tensor.shape)) for b in bound]
-    length = Cut(0).own(option.size, axis.size, axis.rank)
+    length = Cut(0).local_size(option.size, axis.size, axis.rank)
     return StageShard(call.stage, option.name, length, option.size, call.sizes, arguments)
 
 

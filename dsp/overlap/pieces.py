@@ -64,7 +64,7 @@ class StageInPieces:
     def __init__(self, pieces: InPieces, axis: Axis, call: Callable[..., Any], slots: Sequence[Any]) -> None:
         self.pieces, self.axis, self.call, self.slots = pieces, axis, call, slots
         assert pieces.offer.option is not None
-        self.sizes = piece_sizes(Cut(0).own(pieces.offer.option.size, axis.size, axis.rank), pieces.count)
+        self.sizes = piece_sizes(Cut(0).local_size(pieces.offer.option.size, axis.size, axis.rank), pieces.count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = PieceRun(self)

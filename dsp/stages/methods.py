@@ -95,7 +95,7 @@ class RankPart(NamedTuple):
         return sum(self.peers.parts)
 
     @property
-    def own(self) -> int:
+    def local_size(self) -> int:
         """The length of this rank's part. If it is 0, the stage runs on one dummy row."""
         return self.peers.parts[self.peers.ranks.index(self.axis.rank)]
 

@@ -10,7 +10,7 @@ import torch
 from dsp.comm.layout import Cut
 from dsp.core.torch_calls import Operand
 from dsp.glue.rules import statistics
-from dsp.glue.rules.call import Frame, Outcome, align, apart, first, rule
+from dsp.glue.rules.call import Frame, Outcome, align, first, independent, rule
 from dsp.glue.rules.elementwise import elementwise
 
 
@@ -115,8 +115,8 @@ def is_length(f: Frame, dims: int) -> bool:
 
 
 MATRICES = "inv inverse pinv det logdet slogdet matrix_exp cholesky qr svd svdvals eigh eigvalsh"
-apart("tril triu", "it counts positions along the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1))
-apart(MATRICES, "it mixes the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1))
+independent("tril triu", "it counts positions along the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1))
+independent(MATRICES, "it mixes the sharded dim", lambda f, x: (x.ndim - 2, x.ndim - 1))
 
 
 @rule("solve solve_triangular")
@@ -218,8 +218,8 @@ def group_norm(f: Frame) -> Outcome:
 @rule("instance_norm")
 def instance_norm(f: Frame) -> Outcome:
     x, cut = first(f)
-    running, own = f.get(1, "running_mean") is not None, f.get(5, "use_input_stats", True)
-    if running if own else cut.dim:
+    running = f.get(1, "running_mean") is not None
+    if running if f.get(5, "use_input_stats", True) else cut.dim:
         raise f.refuse("its running statistics are those of the whole tensor")
     if cut.dim == 0:
         return Outcome(cut, x.shape[0], func=f.on_a_row(cut, x.shape[0]))
@@ -233,8 +233,8 @@ def all_but_samples(f: Frame, x: Operand) -> range:
     return range(1, x.ndim)
 
 
-apart("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d fold", "it mixes dim {}", all_but_samples)
-apart("im2col", "it mixes dim {}", all_but_samples, filled=True)
+independent("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d fold", "it mixes dim {}", all_but_samples)
+independent("im2col", "it mixes dim {}", all_but_samples, filled=True)
 
 
 @rule("batch_norm")

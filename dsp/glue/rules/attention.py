@@ -69,8 +69,8 @@ def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | Non
         if not spans:
             return _attend(query, key, value, **named)
         pieces = zip(query.split([stop - start for start, stop in spans], -2), spans)
-        made = [last_rows(q, key.narrow(-2, 0, k), value.narrow(-2, 0, k), **named) for q, (_, k) in pieces]
-        return torch.cat(made, -2)
+        outputs = [last_rows(q, key.narrow(-2, 0, k), value.narrow(-2, 0, k), **named) for q, (_, k) in pieces]
+        return torch.cat(outputs, -2)
 
     place = next(i for i, o in enumerate(f.operands()) if o is q)
     return Outcome(Cut(q.ndim - 2), size, func=local, deal=DealtRows(place, deal), load=deal.causal_load)

@@ -61,7 +61,7 @@ class Outcome:
 class Frame:
     """One operation: its name, arguments with Operands for tensors, the number of ranks, and the function called.
 
-    apart: operands joined along the sharded dim stay sharded one by one (`Cut.joined`), and no rows are sent.
+    side_by_side: operands joined along the sharded dim stay sharded one by one (`Cut.joined`), and no rows are sent.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Frame:
     n: int
     rank: int = 0
     func: Callable[..., Any] | None = None
-    apart: bool = False
+    side_by_side: bool = False
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         if len(self.args) > position:
@@ -78,18 +78,18 @@ class Frame:
         return self.kwargs.get(name, default)
 
     def operands(self) -> list[Operand]:
-        found: list[Operand] = []
+        operands: list[Operand] = []
 
         def visit(value: Any) -> None:
             if isinstance(value, Operand):
-                found.append(value)
+                operands.append(value)
             elif isinstance(value, (list, tuple)):
                 for v in value:
                     visit(v)
 
         visit(self.args)
         visit(tuple(self.kwargs.values()))
-        return found
+        return operands
 
     def outcome(self) -> Outcome:
         """The rule's outcome. Raises GlueError if the rule refuses, or if there is no rule."""
@@ -124,7 +124,7 @@ class Frame:
         shard is not empty.
         """
         func = self.func
-        if func is None or self.own(cut, size):
+        if func is None or self.local_size(cut, size):
             return None
 
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -133,9 +133,9 @@ class Frame:
 
         return run
 
-    def own(self, cut: Cut, size: int) -> int:
+    def local_size(self, cut: Cut, size: int) -> int:
         """The number of rows that this rank holds of a dim of `size` with this cut."""
-        return cut.own(size, self.n, self.rank)
+        return cut.local_size(size, self.n, self.rank)
 
     def normal(self, dim: int, ndim: int) -> int:
         if not -ndim <= dim < ndim:
@@ -199,7 +199,7 @@ def first(f: Frame) -> tuple[Operand, Cut]:
     return x, cut
 
 
-def apart(
+def independent(
     names: str, why: str = "it works along the sharded dim", mixed: Callable[[Frame, Operand], Any] = lambda f, x: (),
     filled: bool = False, func: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip

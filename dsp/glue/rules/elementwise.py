@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dsp.glue.rules.call import Frame, Outcome, align, apart, rule
+from dsp.glue.rules.call import Frame, Outcome, align, independent, rule
 
 ELEMENTWISE = """
 abs absolute add sub subtract rsub mul multiply div divide true_divide rtruediv rdiv rmul radd floor_divide rfloordiv
@@ -63,7 +63,7 @@ def cast(f: Frame) -> Outcome:
 
 
 UNBATCHED = {"dropout1d": 2, "dropout3d": 4}  # dims of an input without samples: channels come first
-apart(
+independent(
     "feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout",
     "one mask is shared along the sharded dim", lambda f, x: range(1 + (UNBATCHED.get(f.name) != x.ndim), x.ndim),
 )  # fmt: skip

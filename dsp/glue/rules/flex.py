@@ -179,10 +179,10 @@ def narrow_others(f: Frame, outcome: Outcome, cut: Cut, size: int) -> None:
 
 
 class Local:
-    """The kernel on a rank's shard: `own` of `extent` positions from `start` on, of each fold along `cut`."""
+    """The kernel on a rank's shard: `length` of `extent` positions from `start` on, of each fold along `cut`."""
 
-    def __init__(self, cut: Cut, start: int, own: int, extent: int, expand: Any) -> None:
-        self.cut, self.start, self.own, self.extent, self.expand = cut, start, own, extent, expand
+    def __init__(self, cut: Cut, start: int, length: int, extent: int, expand: Any) -> None:
+        self.cut, self.start, self.length, self.extent, self.expand = cut, start, length, extent, expand
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, score: Any, blocks: Any, *rest: Any) -> Any:
         if self.expand is not None:
@@ -209,30 +209,30 @@ class Local:
 
     def place(self) -> Callable[[Tensor], Tensor] | None:
         """A map from positions on this rank to global ones; None if they are equal."""
-        start, own, extent = self.start, self.own, self.extent
+        start, length, extent = self.start, self.length, self.extent
         if self.cut.outer != 1:
-            return lambda i: i // own * extent + start + i % own
+            return lambda i: i // length * extent + start + i % length
         return (lambda i: i + start) if start else None
 
     def rows(self, blocks: Any) -> Any:
         """The block mask for queries from `start` on; each of its blocks overlaps one or two of the full mask."""
-        step, stop = blocks[-3], self.start + self.own
+        step, stop = blocks[-3], self.start + self.length
         starts = range(self.start, stop, step)
         last = [(min(i + step, stop) - 1) // step for i in starts]
-        return rows_of(blocks, [i // step for i in starts], last, self.own)
+        return rows_of(blocks, [i // step for i in starts], last, self.length)
 
 
 class OfPieces(Local):
-    """The kernel on queries that were dealt to this rank in full blocks; it holds `own` from `start` on."""
+    """The kernel on queries that were dealt to this rank in full blocks; it holds `length` from `start` on."""
 
-    def __init__(self, cut: Cut, start: int, own: int, dealing: DealtRows, rank: int) -> None:
-        super().__init__(cut, start, own, dealing.deal.size, None)
+    def __init__(self, cut: Cut, start: int, length: int, dealing: DealtRows, rank: int) -> None:
+        super().__init__(cut, start, length, dealing.deal.size, None)
         self.deal, self.rank, self.results = dealing.deal, rank, dealing.results
 
     def __call__(self, *args: Any) -> Any:
-        made = super().__call__(*args)
-        shape = *args[0].shape[:2], self.own
-        return tuple(t if i in self.results else t.new_zeros(()).expand(shape) for i, t in enumerate(made))
+        outputs = super().__call__(*args)
+        shape = *args[0].shape[:2], self.length
+        return tuple(t if i in self.results else t.new_zeros(()).expand(shape) for i, t in enumerate(outputs))
 
     def place(self) -> Callable[[Tensor], Tensor]:
         step, n, rank = self.deal.step, self.deal.n, self.rank
@@ -246,7 +246,7 @@ class OfPieces(Local):
     def rows(self, blocks: Any) -> Any:
         step = blocks[-3]
         held = [i for start, stop in self.deal.spans(self.rank) for i in range(start // step, -(-stop // step))]
-        return rows_of(blocks, held, held, self.deal.own(self.rank))
+        return rows_of(blocks, held, held, self.deal.local_size(self.rank))
 
 
 def plain(function: Any) -> bool:
@@ -254,8 +254,8 @@ def plain(function: Any) -> bool:
     return getattr(function, "__module__", "") == FLEX and getattr(function, "__closure__", None) is None
 
 
-def rows_of(blocks: Any, first: list[int], last: list[int], own: int) -> Any:
-    """A block mask for `own` queries: each block needs the keys of the `first` and the `last` block that it overlaps.
+def rows_of(blocks: Any, first: list[int], last: list[int], count: int) -> Any:
+    """A block mask for `count` queries: each block needs the keys of the `first` and the `last` block that it overlaps.
 
     blocks: torch's tuple: lengths of q and k; for each row of blocks the number and the indices of partial key blocks
     (b h rows), and of full ones; ...; sizes of a block; the mask function.
@@ -267,13 +267,13 @@ def rows_of(blocks: Any, first: list[int], last: list[int], own: int) -> Any:
     full = dense(*blocks[4:6]) if blocks[4] is not None else torch.zeros_like(some)
     # a block is full if both are full and it does not end short of queries
     whole = full[:, :, first] & full[:, :, last]
-    if own % step[0]:
+    if count % step[0]:
         whole[:, :, -1] = False
     met = ((some | full)[:, :, first] | (some | full)[:, :, last]) & ~whole
-    made = BlockMask.from_kv_blocks(
-        *ordered(met), *ordered(whole), BLOCK_SIZE=step, mask_mod=function, seq_lengths=(own, lengths[1])
+    mask = BlockMask.from_kv_blocks(
+        *ordered(met), *ordered(whole), BLOCK_SIZE=step, mask_mod=function, seq_lengths=(count, lengths[1])
     )
-    return made.as_tuple()
+    return mask.as_tuple()
 
 
 def dense(count: Tensor, which: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def cat(f: Frame) -> Outcome:
         if len(tensors) == 1:
             return Outcome(cut, reference.shape[cut.dim])
     if dim == cut.dim and not stacked:
-        return side_by_side(f, tensors, cut) if f.apart else dealt_anew(f, tensors, cut)
+        return side_by_side(f, tensors, cut) if f.side_by_side else dealt_anew(f, tensors, cut)
     outcome = Outcome(Cut(cut.dim + (stacked and dim <= cut.dim), cut.outer), reference.shape[cut.dim])
     everything = f.operands()
     for t in tensors:
@@ -91,8 +91,8 @@ def stretches(
 
     def span(r: range, rank: int) -> tuple[int, int]:
         start, length = chunk(len(r), f.n, rank)
-        own = r[start : start + length]
-        return (own[0], own[-1] + 1) if own else (0, 0)
+        part = r[start : start + length]
+        return (part[0], part[-1] + 1) if part else (0, 0)
 
     rows = tuple(Rows(cut.dim, x.shape[cut.dim], tuple(span(r, rank) for rank in range(f.n))) for r in ranges)
     sizes = tuple(map(len, ranges))
@@ -120,22 +120,22 @@ def stretch(f: Frame, cut: Cut, taken: range) -> Stretch:
         )
     # an empty piece makes two ends equal: it is left out
     first, last = len(ends) - 1 - ends[::-1].index(taken.start), ends.index(taken.stop)
-    own = [f.own(Cut(0), piece) for piece in pieces]
+    lengths = [f.local_size(Cut(0), piece) for piece in pieces]
     outer = pieces[first:last] if last - first > 1 else 1
-    return Stretch(outer, sum(own[:first]), sum(own[first:last]))
+    return Stretch(outer, sum(lengths[:first]), sum(lengths[first:last]))
 
 
-def pieces_apart(f: Frame, x: Operand, cut: Cut, ranges: list[range]) -> Outcome:
+def split_pieces(f: Frame, x: Operand, cut: Cut, ranges: list[range]) -> Outcome:
     """Split a joined dim where its pieces meet: each rank splits its shard."""
-    own = [stretch(f, cut, taken) for taken in ranges]
-    if len({s.outer for s in own}) > 1 or sum(s.length for s in own) != f.own(cut, x.shape[cut.dim]):
+    parts = [stretch(f, cut, taken) for taken in ranges]
+    if len({s.outer for s in parts}) > 1 or sum(s.length for s in parts) != f.local_size(cut, x.shape[cut.dim]):
         raise f.refuse(
             f"it takes parts of the sharded dim, which is a concatenation of pieces {list(cut.pieces(0))}, "
             "each sharded on its own"
         )
-    sizes, lengths = tuple(map(len, ranges)), [s.length for s in own]
+    sizes, lengths = tuple(map(len, ranges)), [s.length for s in parts]
     return Outcome(
-        Cut(cut.dim, own[0].outer), sizes[0], sizes=sizes, func=torch.split, args=(x, lengths, cut.dim), kwargs={}
+        Cut(cut.dim, parts[0].outer), sizes[0], sizes=sizes, func=torch.split, args=(x, lengths, cut.dim), kwargs={}
     )
 
 
@@ -153,8 +153,8 @@ def take(f: Frame) -> Outcome:
             raise f.refuse("its start is a tensor")
         taken = range(size)[start:][:length]
         if cut.joined:
-            own = stretch(f, cut, taken)
-            return Outcome(Cut(dim, own.outer), length, args=(x, dim, own.start, own.length), kwargs={})
+            part = stretch(f, cut, taken)
+            return Outcome(Cut(dim, part.outer), length, args=(x, dim, part.start, part.length), kwargs={})
         return stretches(f, x, cut, [taken], lambda x: x)
     how = next((a for a in (*f.args[1:2], *(v for k, v in f.kwargs.items() if k != "dim"))), None)
     if f.name == "index_select" or isinstance(how, Operand):
@@ -163,7 +163,7 @@ def take(f: Frame) -> Outcome:
     lengths = [len(p) for p in getattr(torch.empty(size, device="meta"), name)(how)]
     ends = list(itertools.accumulate(lengths, initial=0))
     ranges = [range(a, b) for a, b in itertools.pairwise(ends)]
-    return pieces_apart(f, x, cut, ranges) if cut.joined else stretches(f, x, cut, ranges, _as_tuple)
+    return split_pieces(f, x, cut, ranges) if cut.joined else stretches(f, x, cut, ranges, _as_tuple)
 
 
 def _as_tuple(parts: Any) -> tuple[torch.Tensor, ...]:
@@ -209,9 +209,9 @@ def getitem(f: Frame) -> Outcome:
     whole = (*index[:at], slice(None, None, item.step), *index[at + 1 :])
     if item.indices(size) != (0, size, 1):
         if cut.joined:
-            own = stretch(f, cut, range(size)[item])
-            local = (*index[:at], slice(own.start, own.start + own.length), *index[at + 1 :])
-            return Outcome(Cut(out, own.outer), len(range(size)[item]), args=(x, local), kwargs={})
+            part = stretch(f, cut, range(size)[item])
+            local = (*index[:at], slice(part.start, part.start + part.length), *index[at + 1 :])
+            return Outcome(Cut(out, part.outer), len(range(size)[item]), args=(x, local), kwargs={})
         return stretches(f, x, cut, [range(size)[item]], itemgetter(whole), landing=out)
     # an explicit end such as x[:, :7] becomes local too
     return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
@@ -323,8 +323,8 @@ def into(f: Frame, index: tuple[Any, ...], at: int, out: int) -> Outcome:
         return (a, b) if a < b else (0, 0)
 
     a, b = inside(f.rank)
-    own = [k - chunk(size, f.n, f.rank)[0] for k in places[a:b]]
-    local = (*index[:at], slice(own[0], own[-1] + 1, places.step) if own else slice(0, 0), *index[at + 1 :])
+    rows = [k - chunk(size, f.n, f.rank)[0] for k in places[a:b]]
+    local = (*index[:at], slice(rows[0], rows[-1] + 1, places.step) if rows else slice(0, 0), *index[at + 1 :])
     outcome = Outcome(cut, size, args=(x, local, value), kwargs={})
     if not isinstance(value, Operand):
         return outcome

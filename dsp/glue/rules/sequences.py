@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsp.comm.layout import Cut
 from dsp.core.torch_calls import Operand
-from dsp.glue.rules.call import Frame, Outcome, apart, rule
+from dsp.glue.rules.call import Frame, Outcome, independent, rule
 
 
 def transformed(f: Frame, x: Operand) -> list[int]:
@@ -28,7 +28,7 @@ FOURIER = """
 fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fftshift fft_ifftshift
 fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn
 """
-apart(FOURIER, mixed=transformed, filled=True)
+independent(FOURIER, mixed=transformed, filled=True)
 
 
 @rule("lstm gru rnn_tanh rnn_relu")
@@ -41,8 +41,8 @@ def recurrent(f: Frame) -> Outcome:
     if batch_first or x.ndim != 3 or (dropout and train):
         raise f.refuse("it draws random numbers" if dropout and train else "its batch is not its second dim")
     cut = along_samples(f)
-    narrow = {i: cut for i, o in enumerate(f.operands()) if any(o is own for own in known) and o.cut is None}
-    nothing = not f.own(cut, x.shape[1])
+    narrow = {i: cut for i, o in enumerate(f.operands()) if any(o is t for t in known) and o.cut is None}
+    nothing = not f.local_size(cut, x.shape[1])
     return Outcome(cut, x.shape[1], narrow, func=on_one(f.func) if nothing and f.func is not None else None)
 
 
@@ -64,7 +64,7 @@ def on_one(func: Any) -> Any:
         def one(t: Tensor) -> Tensor:
             return torch.cat([t, t.new_zeros(t.shape[0], 1, t.shape[2])], 1)
 
-        own = type(states)(map(one, states)) if isinstance(states, (list, tuple)) else one(states)
-        return tuple(t.narrow(1, 0, 0) for t in func(one(x), own, *rest))
+        states = type(states)(map(one, states)) if isinstance(states, (list, tuple)) else one(states)
+        return tuple(t.narrow(1, 0, 0) for t in func(one(x), states, *rest))
 
     return run

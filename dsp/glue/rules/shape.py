@@ -9,7 +9,7 @@ import torch
 
 from dsp.comm.layout import Cut, fold_fits
 from dsp.core.torch_calls import Operand
-from dsp.glue.rules.call import Frame, Outcome, apart, first, rule, sizes_of
+from dsp.glue.rules.call import Frame, Outcome, first, independent, rule, sizes_of
 from dsp.planner import chunk_sizes
 
 
@@ -64,7 +64,7 @@ def reshape_to(f: Frame, new: Sequence[int]) -> Outcome:
         raise f.refuse(f"shape {new} does not fit {total} elements")
     out = reshaped(f, x, cut, new)
     local = list(new)
-    local[out.dim] = f.own(out, new[out.dim])
+    local[out.dim] = f.local_size(out, new[out.dim])
     return Outcome(out, new[out.dim], args=(x, tuple(local)), kwargs={}, func=torch.Tensor.reshape, view=True)
 
 
@@ -126,9 +126,9 @@ def permuted(f: Frame) -> Outcome:
     if x.ndim < 2:
         return Outcome(cut, x.shape[cut.dim], view=True)
     # torch itself permutes: each dim is marked by its stride
-    made = getattr(torch.empty_strided([1] * x.ndim, list(range(x.ndim)), device="meta"), f.name)
-    made = made(*f.args[1:], **f.kwargs) if callable(made) else made
-    return Outcome(Cut(made.stride().index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
+    permute = getattr(torch.empty_strided([1] * x.ndim, list(range(x.ndim)), device="meta"), f.name)
+    view = permute(*f.args[1:], **f.kwargs) if callable(permute) else permute
+    return Outcome(Cut(view.stride().index(cut.dim), cut.outer), x.shape[cut.dim], view=True)
 
 
 def complex_numbers(x: torch.Tensor) -> torch.Tensor:
@@ -138,8 +138,8 @@ def complex_numbers(x: torch.Tensor) -> torch.Tensor:
 
 
 # torch checks strides, of a gradient too, that an empty tensor may lack
-apart("view_as_real", filled=True)
-apart(
+independent("view_as_real", filled=True)
+independent(
     "view_as_complex", "the parts of its numbers lie on several ranks", lambda f, x: (x.ndim - 1,), filled=True,
     func=complex_numbers,
 )  # fmt: skip

@@ -55,11 +55,10 @@ def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, 
     if f.name == "repeat_interleave":
         times = f.get(1, "repeats")
         size = x.shape[cut.dim] * times
-        own = f.own(Cut(0), times)
-        return torch.repeat_interleave, (x, own, cut.dim), size
+        return torch.repeat_interleave, (x, f.local_size(Cut(0), times), cut.dim), size
     sizes = stretched_to(f)
     size = sizes[cut.dim]
-    sizes[cut.dim] = f.own(Cut(0), size)
+    sizes[cut.dim] = f.local_size(Cut(0), size)
     stretch = torch.Tensor.repeat if f.name in ("repeat", "tile") else torch.Tensor.expand
     return stretch, (x, *sizes), size
 
@@ -71,6 +70,6 @@ def localize_filled(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, 
     value = rest[1:] if f.name.endswith("full") else ()
     sizes = sizes_of(f.kwargs.get("size", rest[:1] if value else rest))
     size = sizes[cut.dim]
-    sizes[cut.dim] = f.own(cut, size)
+    sizes[cut.dim] = f.local_size(cut, size)
     options = {k: v for k, v in f.kwargs.items() if k != "size"}
     return partial(f.func, **options), (*like, tuple(sizes), *value), size

@@ -65,8 +65,8 @@ def together(every: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         stop = at + len(list(alike))
         runs.append((count, every[at:stop]))
         at = stop
-    mean: Any = sum(own[:, 0].sum(0) * (count / sum(counts)) for count, own in runs)
-    return mean, every[:, 1].sum(0) + sum(count * (own[:, 0] - mean).square().sum(0) for count, own in runs)
+    mean: Any = sum(part[:, 0].sum(0) * (count / sum(counts)) for count, part in runs)
+    return mean, every[:, 1].sum(0) + sum(count * (part[:, 0] - mean).square().sum(0) for count, part in runs)
 
 
 def counted(f: Frame, x: Operand, cut: Cut, dims: Dims) -> list[int]:
@@ -75,7 +75,7 @@ def counted(f: Frame, x: Operand, cut: Cut, dims: Dims) -> list[int]:
     if not math.prod(x.shape[d] for d in dims):
         raise f.refuse("it normalizes over an empty dim")
     beside = math.prod(x.shape[d] for d in dims) // size * cut.folds
-    return [beside * own for own in chunk_sizes(size // cut.folds, f.n)]
+    return [beside * length for length in chunk_sizes(size // cut.folds, f.n)]
 
 
 def kept(x: Operand, dims: Dims) -> int:
@@ -87,7 +87,7 @@ def grouped_norm(f: Frame, x: Operand, cut: Cut, groups: int, weight: Any, bias:
     if cut.dim < 2:
         raise f.refuse("it normalizes over channels")
     b, c = x.shape[:2]
-    counts = [own * (c // groups) for own in counted(f, x, cut, range(2, x.ndim))]
+    counts = [count * (c // groups) for count in counted(f, x, cut, range(2, x.ndim))]
     dims = range(2, x.ndim + 1)
 
     def opened(t: Tensor) -> Tensor:
@@ -95,9 +95,9 @@ def grouped_norm(f: Frame, x: Operand, cut: Cut, groups: int, weight: Any, bias:
 
     def run(every: Tensor, t: Tensor, *affine: Tensor | None) -> Tensor:
         mean, squares = together(every, counts)
-        made = ((opened(t) - mean) * (squares / sum(counts) + eps).rsqrt()).reshape(t.shape)
+        y = ((opened(t) - mean) * (squares / sum(counts) + eps).rsqrt()).reshape(t.shape)
         per_channel = [p if p is None else p.reshape(c, *[1] * (x.ndim - 2)) for p in affine]
-        return affinely(made, *per_channel).to(made_in(f, t))
+        return affinely(y, *per_channel).to(made_in(f, t))
 
     numbers = Numbers(lambda t, *rest: moments(opened(t), dims), 2 * b * groups)
     return Outcome(cut, x.shape[cut.dim], args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
@@ -183,19 +183,25 @@ def softmax(f: Frame, x: Operand, cut: Cut, dtype: Any) -> Outcome:
 
 
 def whole(
-    f: Frame, x: Operand, dims: Dims, keep: bool, of: Callable[[Tensor], Tensor], rows: int, made: Callable[..., Tensor]
+    f: Frame,
+    x: Operand,
+    dims: Dims,
+    keep: bool,
+    of: Callable[[Tensor], Tensor],
+    rows: int,
+    combine: Callable[..., Tensor],
 ) -> Outcome:
-    """A reduction with a replicated result: `made` from all ranks' numbers, `rows` of them for each of its elements."""
+    """A reduction with a replicated result: `combine` from all ranks' numbers, `rows` of them for each element."""
 
     def run(every: Tensor, t: Tensor) -> Tensor:
-        out = made(every, t)
+        out = combine(every, t)
         return out if keep else out.squeeze(tuple(dims))
 
     return Outcome(None, args=(x,), kwargs={}, func=run, numbers=Numbers(of, rows * kept(x, dims)))
 
 
 def logsumexp(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
-    def made(every: Tensor, t: Tensor) -> Tensor:
+    def combine(every: Tensor, t: Tensor) -> Tensor:
         tops = every[:, 0].detach()
         top = tops.amax(0)
         near = top.masked_fill(top.isinf(), 0)
@@ -205,7 +211,7 @@ def logsumexp(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome
         return out.to(made_in(f, t)) if t.is_floating_point() else out
 
     counted(f, x, cut, dims)
-    return whole(f, x, dims, keep, partial(exponentials, dims=dims), 2, made)
+    return whole(f, x, dims, keep, partial(exponentials, dims=dims), 2, combine)
 
 
 def extremes(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
@@ -222,7 +228,7 @@ def extremes(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
         top = t.amin(over, keepdim=True) if low else t.amax(over, keepdim=True)
         return torch.stack([top, (t == top).sum(over, keepdim=True).to(t.dtype)])
 
-    def made(every: Tensor, t: Tensor) -> Tensor:
+    def combine(every: Tensor, t: Tensor) -> Tensor:
         tops = every[:, 0].detach()
         top = tops.amin(0) if low else tops.amax(0)
         if not t.is_floating_point():
@@ -231,24 +237,24 @@ def extremes(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
         return (torch.where(ties > 0, every[:, 0] * ties, 0).sum(0) / ties.sum(0)).to(t.dtype)
 
     counted(f, x, cut, dims)
-    return whole(f, x, dims, keep, of, 2, made)
+    return whole(f, x, dims, keep, of, 2, combine)
 
 
 def flags(f: Frame, x: Operand, dims: Dims, keep: bool) -> Outcome:
     """any or all over the sharded dim, perhaps with others."""
 
     def of(t: Tensor) -> Tensor:
-        found = t != 0
+        result = t != 0
         for d in dims:
-            found = found.any(d, keepdim=True) if f.name == "any" else found.all(d, keepdim=True)
-        return found.to(summed_in(t.dtype))[None]
+            result = result.any(d, keepdim=True) if f.name == "any" else result.all(d, keepdim=True)
+        return result.to(summed_in(t.dtype))[None]
 
-    def made(every: Tensor, t: Tensor) -> Tensor:
-        found = every[:, 0] != 0
-        found = found.any(0) if f.name == "any" else found.all(0)
-        return found.to(t.dtype if t.dtype == torch.uint8 else torch.bool)
+    def combine(every: Tensor, t: Tensor) -> Tensor:
+        result = every[:, 0] != 0
+        result = result.any(0) if f.name == "any" else result.all(0)
+        return result.to(t.dtype if t.dtype == torch.uint8 else torch.bool)
 
-    return whole(f, x, dims, keep, of, 1, made)
+    return whole(f, x, dims, keep, of, 1, combine)
 
 
 def squared(t: Tensor, dims: Dims) -> Tensor:
@@ -268,11 +274,11 @@ def length_of(every: Tensor) -> Tensor:
 
 
 def norm(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
-    def made(every: Tensor, t: Tensor) -> Tensor:
+    def combine(every: Tensor, t: Tensor) -> Tensor:
         return length_of(every).to(made_in(f, t.real))
 
     counted(f, x, cut, dims)
-    return whole(f, x, dims, keep, partial(squared, dims=dims), 1, made)
+    return whole(f, x, dims, keep, partial(squared, dims=dims), 1, combine)
 
 
 def normalized(f: Frame, x: Operand, cut: Cut, dims: Dims, eps: float) -> Outcome:
@@ -288,8 +294,8 @@ def spread(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool, correction: f
     """var or std over the sharded dim, perhaps with others: the result is replicated."""
     counts = counted(f, x, cut, dims)
 
-    def made(every: Tensor, t: Tensor) -> Tensor:
+    def combine(every: Tensor, t: Tensor) -> Tensor:
         out = together(every, counts)[1] / max(sum(counts) - correction, 0)
         return (root(out) if f.name == "std" else out).to(made_in(f, t))
 
-    return whole(f, x, dims, keep, partial(moments, dims=dims), 2, made)
+    return whole(f, x, dims, keep, partial(moments, dims=dims), 2, combine)

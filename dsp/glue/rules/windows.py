@@ -32,8 +32,8 @@ def spanned(
     for rank in range(f.n):
         start, length = chunk(out, f.n, rank)
         a, b = reads(start, start + length) if length else reads(0, 1)
-        own = (min(max(a, 0), size), min(max(b, 0), size)) if length else (0, 0)
-        spans.append((own[0], max(own)))
+        span = (min(max(a, 0), size), min(max(b, 0), size)) if length else (0, 0)
+        spans.append((span[0], max(span)))
         if rank == f.rank:
             beyond = (min(max(0, -a), b - a), b - max(size, a) if b > size else 0)
             lack = beyond if length else (b - a, 0)
@@ -57,8 +57,8 @@ def windowed(
     skip = crop(start, reads(start, start + length)[0]) if length else 0
 
     def local(rows: torch.Tensor, *args: Any, **kw: Any) -> torch.Tensor:
-        made = run(padded(rows, dim, before, after, fill), *args, **kw)
-        return made if made.shape[dim] == length else made.narrow(dim, skip, length)
+        result = run(padded(rows, dim, before, after, fill), *args, **kw)
+        return result if result.shape[dim] == length else result.narrow(dim, skip, length)
 
     i = next(i for i, o in enumerate(f.operands()) if o is x)
     return Outcome(cut, out, rows={i: (Rows(dim, size, tuple(spans)),)}, func=local, **kwargs)
@@ -92,12 +92,12 @@ def padded(x: torch.Tensor, dim: int, before: int, after: int, fill: float | Non
 
 def each(f: Frame, value: Any, d: int) -> list[int]:
     """One number for every dim of a window; a single number counts for all."""
-    found = [value] * d if isinstance(value, int) else list(value)
-    if len(found) == 1:
-        found *= d
-    if len(found) != d:
+    numbers = [value] * d if isinstance(value, int) else list(value)
+    if len(numbers) == 1:
+        numbers *= d
+    if len(numbers) != d:
         raise f.refuse(f"{value} is not a number for each of {d} dims")
-    return found
+    return numbers
 
 
 def placed(f: Frame, d: int) -> tuple[Operand, Cut, int]:
@@ -316,8 +316,8 @@ def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int, others: li
     for rank in range(f.n):
         start, length = chunk(out, f.n, rank)
         a, b = start - before, start - before + length
-        found = [place(row) for row in (a, b - 1, *(turn for turn in (0, end - 1) if a <= turn < b))]
-        spans.append((min(found), max(found) + 1) if length else (0, 0))
+        places = [place(row) for row in (a, b - 1, *(turn for turn in (0, end - 1) if a <= turn < b))]
+        spans.append((min(places), max(places) + 1) if length else (0, 0))
     start, length = chunk(out, f.n, f.rank)
 
     def local(rows: torch.Tensor) -> torch.Tensor:
