@@ -253,7 +253,7 @@ FAULTS = [
     Fault(
         "a gather is priced as if each rank sent to one other",
         "dsp/planner/problem.py",
-        "return [(n - 1) * own for own in value.parts(src, n)]",
+        "return [(n - 1) * part for part in value.parts(src, n)]",
         "return value.parts(src, n)",
         "dsp/planner/test_planner",
     ),

@@ -60,10 +60,10 @@ class Distributed:
 
     def install(self, axis: Axis) -> None:
         """Replace the module's forward, once, even if several models (for training and sampling) share the module."""
-        own = self.module.__dict__.get("forward")
-        if isinstance(own, _Forward):
-            if type(own.inside) is not type(self):
-                raise ValueError(f"{self.name!r} is already run by {own.inside.label}; build a new model")
+        forward = self.module.__dict__.get("forward")
+        if isinstance(forward, _Forward):
+            if type(forward.inside) is not type(self):
+                raise ValueError(f"{self.name!r} is already run by {forward.inside.label}; build a new model")
             return
         self.module.forward = _Forward(self, self.module.forward)
 
@@ -130,8 +130,8 @@ class AttentionCore(Distributed):
         dim, switch, within = self.grid.factors(sizes, n)
         if within == 1:
             return CommBytes()
-        own = len(q) // sizes[dim] * chunk_sizes(sizes[dim], switch)[0]  # attention's batch is (b t)
-        return self.price(q[:own], k[:own], v[:own], self.grid.parts(sizes, n))
+        batch = len(q) // sizes[dim] * chunk_sizes(sizes[dim], switch)[0]  # attention's batch is (b t)
+        return self.price(q[:batch], k[:batch], v[:batch], self.grid.parts(sizes, n))
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> CommBytes:
         """The traffic of the busiest rank; parts: the number of places on each rank."""

@@ -47,7 +47,7 @@ class GridBlock(NamedTuple):
     ranks: tuple[int, ...]  # the N1 ranks of the group
     across: tuple[int, ...]  # inside the stage: each rank's part of `dim`
     along: tuple[int, ...]  # outside: each rank's part of the dim that the stage computes over
-    own: int  # this rank's position in the group
+    place: int  # this rank's position in the group
     factors: Factors
 
 
@@ -80,8 +80,8 @@ class Grid:
 
     def parts(self, sizes: Mapping[str, int], n: int) -> tuple[int, ...]:
         """The size of the computed dim on each of the N2 ranks."""
-        switch, own = self.factors(sizes, n).switch, chunk_sizes(sizes[self.along], n)
-        return tuple(sum(own[i : i + switch]) for i in range(0, n, switch))
+        switch, lengths = self.factors(sizes, n).switch, chunk_sizes(sizes[self.along], n)
+        return tuple(sum(lengths[i : i + switch]) for i in range(0, n, switch))
 
     def block(self, sizes: Mapping[str, int], n: int, rank: int) -> GridBlock:
         factors = self.factors(sizes, n)
@@ -95,7 +95,7 @@ class Grid:
     ) -> tuple[RankPart, list[Received]]:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
-        peers = tuple(range(block.own, axis.size, block.factors.switch))
+        peers = tuple(range(block.place, axis.size, block.factors.switch))
         inside = RankPart(axis, self.along, Peers(peers, self.parts(sizes, axis.size)))
         if block.factors.switch == 1:
             return inside, list(given)
@@ -107,18 +107,18 @@ class Grid:
         across = cut_for(x.pattern, x.shape, dim, sizes)
         if across is None and x.cut is None:
             return x
-        own, shape = block.own, list(x.shape)
+        place, shape = block.place, list(x.shape)
         if across is not None:
-            shape[across.dim] = shape[across.dim] // sizes[dim] * block.across[own]
+            shape[across.dim] = shape[across.dim] // sizes[dim] * block.across[place]
         if x.cut is None:
             assert across is not None
             fine, (j,) = factor(x.shape, (across,))
             parts = _scaled(block.across, fine[j] // sizes[dim])
-            return x._replace(local=x.local.reshape(fine).narrow(j, sum(parts[:own]), parts[own]).reshape(shape))
+            return x._replace(local=x.local.reshape(fine).narrow(j, sum(parts[:place]), parts[place]).reshape(shape))
         shape[x.cut.dim], outer = shape[x.cut.dim] // sizes[self.along] * sum(block.along), x.cut.folds
         fine, (i, *rest) = factor(x.shape, (x.cut,) if across is None else (x.cut, across))
         along = _scaled(block.along, fine[i] // sizes[self.along])
-        fine[i] = along[own]
+        fine[i] = along[place]
         if across is None:  # every rank of the group is sent the same
             spread = x.local.reshape(1, *fine).expand(n1, *fine)
             local = torch.ops.dsp.switch_among(spread, i + 1, 0, along, (1,) * n1, block.ranks, group)
@@ -127,44 +127,44 @@ class Grid:
             parts = _scaled(block.across, fine[j] // sizes[dim])
             local = torch.ops.dsp.switch_among(x.local.reshape(fine), i, j, along, parts, block.ranks, group)
             if across.dim == x.cut.dim and outer > across.folds:  # a fold (t s)
-                outer = outer // sizes[dim] * block.across[own]
+                outer = outer // sizes[dim] * block.across[place]
         return x._replace(local=local.reshape(shape), cut=Cut(x.cut.dim, outer))
 
     def leave(
-        self, place: RankPart, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
+        self, place: RankPart, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], results: Sequence[Tensor]
     ) -> list[Tensor]:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
         if block.factors.switch == 1:
-            return [x if place.local_size else x.narrow(p.axis_of(self.along), 0, 0) for p, x in zip(patterns, made)]
-        return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, made)]
+            return [x if place.local_size else x.narrow(p.axis_of(self.along), 0, 0) for p, x in zip(patterns, results)]
+        return [self.returned(block, axis.group, sizes, *one) for one in zip(patterns, results)]
 
     def returned(
         self, block: GridBlock, group: str, sizes: Mapping[str, int], pattern: TensorPattern, x: Tensor
     ) -> Tensor:
         """A result of a stage, switched back to the dim that the stage computes over."""
         dim, along = block.factors.dim, self.along
-        held = {**sizes, dim: block.across[block.own], along: max(sum(block.along), 1)}
-        made, axes = list(x.shape), {pattern.axis_of(dim), pattern.axis_of(along)}
+        held = {**sizes, dim: block.across[block.place], along: max(sum(block.along), 1)}
+        dims, axes = list(x.shape), {pattern.axis_of(dim), pattern.axis_of(along)}
 
         def sized(of: Mapping[str, int]) -> list[int]:
-            return [math.prod(of[name] for name in pattern.axes[i]) if i in axes else s for i, s in enumerate(made)]
+            return [math.prod(of[name] for name in pattern.axes[i]) if i in axes else s for i, s in enumerate(dims)]
 
         shape, inside = sized(sizes), sized(held)
-        if inside != made:
+        if inside != dims:
             raise NotationError(
                 f"{self.stage.where}, run on {held[dim]} of {sizes[dim]} along {dim!r} and {held[along]} of "
-                f"{sizes[along]} along {along!r}, returned {tuple(made)} where '{pattern}' wants {tuple(inside)}: it "
+                f"{sizes[along]} along {along!r}, returned {tuple(dims)} where '{pattern}' wants {tuple(inside)}: it "
                 f"is not independent along {dim!r}. Put {dim!r} in brackets in its pattern, or make stages of its "
                 "submodules"
             )
         cuts = [cut for name in (along, dim) if (cut := cut_for(pattern, shape, name, sizes)) is not None]
         fine, (i, j) = factor(shape, cuts)
         there, back = _scaled(block.along, fine[i] // sizes[along]), _scaled(block.across, fine[j] // sizes[dim])
-        fine[i], fine[j] = fine[i] // sizes[along] * held[along], back[block.own]
+        fine[i], fine[j] = fine[i] // sizes[along] * held[along], back[block.place]
         x = x.reshape(fine).narrow(i, 0, sum(there))  # drops a dummy row
         x = torch.ops.dsp.switch_among(x, j, i, back, there, block.ranks, group)
-        return x.reshape(sized({**sizes, along: block.along[block.own]}))
+        return x.reshape(sized({**sizes, along: block.along[block.place]}))
 
     # --- what it sends ---
 
@@ -177,10 +177,10 @@ class Grid:
         if along != self.along or n1 == 1:
             return CommBytes()
         blocks = [self.block(sizes, n, rank) for rank in range(n)]
-        there = [b.along[b.own] * (sizes[dim] - b.across[b.own]) for b in blocks]  # elements s x t per channel
-        back = [b.across[b.own] * (sum(b.along) - b.along[b.own]) for b in blocks]
-        spread = [b.along[b.own] * (n1 - 1) for b in blocks]
-        reduced = [sum(b.along) - b.along[b.own] for b in blocks]
+        there = [b.along[b.place] * (sizes[dim] - b.across[b.place]) for b in blocks]  # elements s x t per channel
+        back = [b.across[b.place] * (sum(b.along) - b.along[b.place]) for b in blocks]
+        spread = [b.along[b.place] * (n1 - 1) for b in blocks]
+        reduced = [sum(b.along) - b.along[b.place] for b in blocks]
         before = after = adjoint = calls = 0
         _, bound = self.stage.signature.bind(args, kwargs)
         for b in bound:

@@ -40,9 +40,9 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, core: Any, peers: Peers, rank: int, add_up: Callable[[Tensor], Tensor]
 ) -> Tensor:
     start = sum(peers.parts[: peers.ranks.index(rank)])
-    own = torch.stack(core.project(k, v, start, sum(peers.parts)))
-    wide = torch.promote_types(own.dtype, torch.float32)
-    sums = add_up(own.to(wide)).to(own.dtype)
+    terms = torch.stack(core.project(k, v, start, sum(peers.parts)))
+    wide = torch.promote_types(terms.dtype, torch.float32)
+    sums = add_up(terms.to(wide)).to(terms.dtype)
     if not q.shape[1]:  # without places the sums are not used, and their gradient is zero
         return q + sums.flatten()[:0].sum()
     return core.attend(q, *sums.unbind())
@@ -69,6 +69,7 @@ class LowRank(AttentionCore):
 
     def price(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int]) -> CommBytes:
         rows: Any = self.module.rows
-        n, own = len(parts), 2 * len(k) * rows * k.shape[2] * k.shape[3] * max(k.element_size(), 4)
-        once = {"all_reduce": (-(-2 * own * (n - 1) // n), 1)} if self.grid is None else {"switch": (own * (n - 1), 1)}
+        n, nbytes = len(parts), 2 * len(k) * rows * k.shape[2] * k.shape[3] * max(k.element_size(), 4)
+        ring = -(-2 * nbytes * (n - 1) // n)
+        once = {"all_reduce": (ring, 1)} if self.grid is None else {"switch": (nbytes * (n - 1), 1)}
         return CommBytes(once, once, once)

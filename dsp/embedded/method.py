@@ -43,15 +43,15 @@ def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[...
 
     def prepare(model: nn.Module, along: str | None = None) -> Prepared:
         stages, root = stages_of(model, None)
-        found = _cores(model, stages)
-        if not found:
+        cores = _cores(model, stages)
+        if not cores:
             raise ValueError(
                 f"{type(model).__name__} has no attribute `cores`, which {kind.label} needs: a dict from the path of "
                 "each attention core (the submodule that takes queries, keys and values) to a pattern, as in "
                 "`stages`. Set it on the model, or use method='dsp'"
             )
-        along, grids = _along(kind.label, along, found), dict[str, Grid]()
-        for core, stage in found:
+        along, grids = _along(kind.label, along, cores), dict[str, Grid]()
+        for core, stage in cores:
             if along not in core.pattern.computed:
                 continue
             if any(along not in p.names for p in stage.pattern.outputs):
@@ -109,13 +109,13 @@ def dap(model: nn.Module) -> Prepared:
 def _cores(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[Stage, Stage]]:
     """The attention cores that a model names, each with its stage."""
     cores = getattr(model, "cores", None)
-    found = find_stages(model, cores)[0] if cores else []
-    return [(core, _around(core.name, core.module, stages)) for core in found]
+    named = find_stages(model, cores)[0] if cores else []
+    return [(core, _around(core.name, core.module, stages)) for core in named]
 
 
-def _along(label: str, along: str | None, found: Sequence[tuple[Stage, Stage]]) -> str:
+def _along(label: str, along: str | None, cores: Sequence[tuple[Stage, Stage]]) -> str:
     """The dim that stays sharded: `along`, or the only dim that the cores compute over."""
-    dims = {dim for core, stage in found for dim in core.pattern.computed & stage.pattern.computed}
+    dims = {dim for core, stage in cores for dim in core.pattern.computed & stage.pattern.computed}
     if along is None and len(dims) == 1:
         return next(iter(dims))
     if along is None or along not in dims:
@@ -138,11 +138,11 @@ def _regions(label: str, model: nn.Module, stages: Sequence[Stage]) -> list[tupl
             f"{type(model).__name__} names no linear layers to cut over ranks, which {label} needs: give it a dict "
             "`tensor_parallel` from the path of each layer to 'columns' or 'rows', or use method='dsp'"
         )
-    found = []
+    regions = []
     for name, module, linears in find_regions(model, named):
         stage = _around(name, module, stages)
-        found.append((Region(label, name, module, linears, stage.pattern.inputs[0]), stage))
-    return found
+        regions.append((Region(label, name, module, linears, stage.pattern.inputs[0]), stage))
+    return regions
 
 
 def _around(name: str, module: nn.Module, stages: Sequence[Stage]) -> Stage:

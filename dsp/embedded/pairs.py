@@ -67,26 +67,26 @@ def turns(parts: Sequence[int], rank: int) -> list[Turn]:
     n = sum(part > 0 for part in parts)
     if rank >= n:
         return []
-    found = []
+    plan = []
     for d in range(1, n // 2 + 1):
         share = 2 if 2 * d == n else 1  # ranks that share a pair
         to, origin = (rank + d) % n, (rank - d) % n
         first = parts[rank] // 2 if share == 2 else 0
-        found.append(
+        plan.append(
             Turn(
                 to, origin, to > rank, origin < rank, parts[rank] // share, parts[origin] // share, first, parts[origin]
             )
         )
-    return found
+    return plan
 
 
 def work(parts: Sequence[int]) -> list[int]:
     """The number of (query, key) pairs that each rank computes."""
-    found = []
-    for rank, own in enumerate(parts):
-        met = [(own - t.kept) * t.keys if t.keys_come else t.come * own for t in turns(parts, rank)]
-        found.append(own * (own + 1) // 2 + sum(met))
-    return found
+    counts = []
+    for rank, part in enumerate(parts):
+        met = [(part - t.kept) * t.keys if t.keys_come else t.come * part for t in turns(parts, rank)]
+        counts.append(part * (part + 1) // 2 + sum(met))
+    return counts
 
 
 def sent(q: Tensor, k: Tensor, parts: Sequence[int], rank: int) -> tuple[int, int]:
@@ -129,8 +129,8 @@ def forward(
         out[:, rows], lse[..., rows] = merge(out[:, rows], lse[..., rows], more.to(wide), more_lse)
 
     def add_reply(t: Turn, hop: Hop) -> None:
-        if found := hop.wait():
-            add(slice(t.gone), *found)
+        if tensors := hop.wait():
+            add(slice(t.gone), *tensors)
 
     coming = [start(t) for t in plan[:1]]
     out, lse = block(q, k, v, True)
@@ -143,8 +143,8 @@ def forward(
         if t.keys_come:
             add(slice(t.kept, None), *block(q[:, t.kept :], came[0], came[1], False))
         elif t.come:
-            made, made_lse = block(came, k, v, False)
-            reply = [made.to(q.dtype), made_lse]  # a kernel returns the output in this dtype anyway
+            y, y_lse = block(came, k, v, False)
+            reply = [y.to(q.dtype), y_lse]  # a kernel returns the output in this dtype anyway
         rooms = [] if t.keys_go or not t.gone else [q.new_empty(b, t.gone, h, e), lse.new_empty(b, h, t.gone)]
         replies.append((t, Hop(reply, among[t.origin], rooms, among[t.to], group)))
         if len(replies) > 1:  # this turn's reply travels while the next turn computes
@@ -173,11 +173,11 @@ def backward(
         return Hop(send, among[t.to], rooms, among[t.origin], group)
 
     def add_reply(t: Turn, hop: Hop) -> None:
-        (found,) = hop.wait()
+        (grads,) = hop.wait()
         if t.keys_go:
-            dkv.add_(found)
+            dkv.add_(grads)
         else:
-            dq[:, : t.gone] += found
+            dq[:, : t.gone] += grads
 
     coming = [start(t) for t in plan[:1]]
     dq, *both = block_backward(grad, q, k, v, out, lse, True)
@@ -189,13 +189,13 @@ def backward(
         reply = dq.new_zeros(2, b, t.keys, *k.shape[2:]) if t.keys_come else dq.new_zeros(b, t.come, h, e)
         if t.keys_come:
             rest = slice(t.kept, None)
-            made, made_lse = out[:, rest], lse[..., rest].contiguous()
-            more, *both = block_backward(grad[:, rest], q[:, rest], came[0], came[1], made, made_lse, False)
+            y, y_lse = out[:, rest], lse[..., rest].contiguous()
+            more, *both = block_backward(grad[:, rest], q[:, rest], came[0], came[1], y, y_lse, False)
             dq[:, rest] += more
             reply = torch.stack(both)
         elif t.come:
-            there, of_out, made = came
-            reply, *both = block_backward(of_out, there, k, v, made, came_lse[0], False)
+            there, of_out, y = came
+            reply, *both = block_backward(of_out, there, k, v, y, came_lse[0], False)
             dkv += torch.stack(both)
         room = dkv.new_empty(dkv.shape) if t.keys_go else dq.new_empty(b, t.gone, h, e)
         replies.append((t, Hop([reply], among[t.origin], [room], among[t.to], group)))

@@ -76,8 +76,8 @@ def _forward(
     out = lse = None
     for owner, kv in _round(torch.stack([k, v]), parts, among, group):
         if parts[owner] and len(q[0]):
-            found = block(q, kv[0], kv[1], False)
-            out, lse = found if out is None or lse is None else merge(out, lse, *found)
+            part = block(q, kv[0], kv[1], False)
+            out, lse = part if out is None or lse is None else merge(out, lse, *part)
     if out is None or lse is None:  # no places here
         return torch.empty_like(q), _no_lse(q)
     return out.to(q.dtype).contiguous(), lse.contiguous()

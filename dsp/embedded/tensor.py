@@ -72,12 +72,12 @@ class Linear:
                 f"{self.name!r}: {what} do not divide over {n} ranks; take a number of ranks that divides "
                 f"{math.gcd(*parts)} (in the trainer parallel.sp), or method='dsp' or 'ring', which do not cut weights"
             )
-        unit, start, found = size // sum(parts), 0, []
+        unit, start, indices = size // sum(parts), 0, []
         for p in parts:
-            own = p // n * unit
-            found.append(torch.arange(start + rank * own, start + (rank + 1) * own, device="cpu"))
+            length = p // n * unit
+            indices.append(torch.arange(start + rank * length, start + (rank + 1) * length, device="cpu"))
             start += p * unit
-        return torch.cat(found)
+        return torch.cat(indices)
 
     def cut(self, axis: Axis) -> None:
         """Replace the weights by this rank's shards, as DTensors on the axis."""
@@ -102,16 +102,16 @@ class _Local:
     def __init__(self, linear: Linear, n: int) -> None:
         self.linear, self.n = linear, n
 
-    def own(self, p: Tensor | None, like: Tensor) -> Tensor | None:
+    def local(self, p: Tensor | None, like: Tensor) -> Tensor | None:
         if not isinstance(p, DTensor):
             return p
         return ScaleGradient.apply(p.to_local(), self.n).to(like.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.linear.module
-        weight = self.own(module.weight, x)
+        weight = self.local(module.weight, x)
         assert weight is not None
-        return F.linear(x, weight, self.own(module.bias, x) if self.linear.columns else None)
+        return F.linear(x, weight, self.local(module.bias, x) if self.linear.columns else None)
 
 
 class Region(Distributed):
@@ -148,10 +148,10 @@ class Region(Distributed):
         if n == 1:
             return CommBytes()
         x = self.activation(args)
-        own = x.numel() * x.element_size()
-        made = own // x.shape[-1] * self.rows.out_features
+        x_bytes = x.numel() * x.element_size()
+        y_bytes = x_bytes // x.shape[-1] * self.rows.out_features
         if along is None:
-            both = {"all_reduce": (-(-2 * made * (n - 1) // n), 1)}
+            both = {"all_reduce": (-(-2 * y_bytes * (n - 1) // n), 1)}
             return CommBytes(both, both, both)
         size = x.shape[self.axis_of(along)]
         parts = chunk_sizes(size, n)
@@ -162,8 +162,8 @@ class Region(Distributed):
             gather, scatter = max(sent, key=sum)
             return {"gather": (gather, 1), "reduce_scatter": (scatter, 1)}
 
-        forward = there_and_back(own, made)
-        return CommBytes(forward, there_and_back(made, own), forward)
+        forward = there_and_back(x_bytes, y_bytes)
+        return CommBytes(forward, there_and_back(y_bytes, x_bytes), forward)
 
     def activation(self, args: Any) -> Tensor:
         if not args or not isinstance(args[0], Tensor) or args[0].ndim != len(self.pattern.axes):
@@ -209,23 +209,23 @@ class Region(Distributed):
 
 def find_regions(model: nn.Module, named: Mapping[str, str]) -> list[tuple[str, nn.Module, list[Linear]]]:
     """(path, module, linear layers) of every module that directly holds some of the `named` layers."""
-    found: dict[str, list[Linear]] = {}
+    layers: dict[str, list[Linear]] = {}
     for name, module, text in find_modules(model, named):
-        found.setdefault(name.rpartition(".")[0], []).append(Linear.read(name, module, text))
-    paths = {path: module for path, module, _ in find_modules(model, dict.fromkeys(found, "region"))}
-    return [(path, paths[path], linears) for path, linears in found.items()]
+        layers.setdefault(name.rpartition(".")[0], []).append(Linear.read(name, module, text))
+    paths = {path: module for path, module, _ in find_modules(model, dict.fromkeys(layers, "region"))}
+    return [(path, paths[path], linears) for path, linears in layers.items()]
 
 
 def rank_order(model: nn.Module) -> dict[str, Tensor]:
     """The order of rows of those cut weights whose order is not the model's own: fused queries, keys and values.
 
-    A parameter's name maps to indices: ``own[indices]`` has the order of its DTensor over all ranks, and
-    ``held[indices.argsort()]`` the model's own order again, as for saving full weights.
+    A parameter's name maps to indices: ``full[indices]`` has the order of its DTensor over all ranks, and
+    ``sharded[indices.argsort()]`` the model's own order again, as for saving full weights.
     """
-    found: dict[str, Tensor] = {}
+    orders: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, _Local) and forward.linear.columns and len(forward.linear.parts) > 1:
             order = torch.cat([forward.linear.index(forward.n, rank) for rank in range(forward.n)])
-            found |= {f"{path}.{name}": order for name, p in module.named_parameters(recurse=False)}
-    return found
+            orders |= {f"{path}.{name}": order for name, p in module.named_parameters(recurse=False)}
+    return orders

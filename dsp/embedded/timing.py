@@ -68,29 +68,29 @@ class Steps:
 
     def supported(self, dp: int, sp: int, replicate: int = 1) -> list[Timing]:
         """The timings of all methods that can run on this mesh."""
-        found = []
+        timings = []
         for method in METHODS if sp > 1 else ("dsp",):  # on one rank all methods are the same
             with suppress(ValueError):
-                found.append(self.timing(method, dp, sp, replicate))
-        return found
+                timings.append(self.timing(method, dp, sp, replicate))
+        return timings
 
-    def fits(self, found: Timing) -> bool:
-        return found.held <= self.hardware.memory
+    def fits(self, timing: Timing) -> bool:
+        return timing.held <= self.hardware.memory
 
     def best(self, ranks: int) -> Timing | None:
         """The timing with most tokens a second of all (dp, sp, method) that fit; weights are sharded over all ranks."""
         sizes = [sp for sp in range(1, ranks + 1) if ranks % sp == 0]
-        every = [found for sp in sizes for found in self.supported(ranks // sp, sp)]
-        return max(filter(self.fits, every), key=lambda found: found.rate, default=None)
+        every = [timing for sp in sizes for timing in self.supported(ranks // sp, sp)]
+        return max(filter(self.fits, every), key=lambda timing: timing.rate, default=None)
 
     def table(self, dp: int, sp: int, replicate: int = 1) -> str:
         """A table of all methods on this mesh, with the time of a step, its parts and memory; and the best choice."""
         rows = [["method", "step", "computing", "communication", "weights", "tokens/s", "memory"]]
-        for found in self.supported(dp, sp, replicate):
-            e = found.seconds
+        for timing in self.supported(dp, sp, replicate):
+            e = timing.seconds
             parts = [f"{100 * part / e.step:.1f}%" for part in (e.compute, e.comm, e.weights)]
-            held = human(found.held) + ("" if self.fits(found) else ", too much")
-            rows.append([found.method, clock(e.step), *parts, f"{found.rate:,.0f}", held])
+            held = human(timing.held) + ("" if self.fits(timing) else ", too much")
+            rows.append([timing.method, clock(e.step), *parts, f"{timing.rate:,.0f}", held])
         lines = ["  " + line for line in aligned(rows)]
         best = self.best(dp * sp)
         if best is None:

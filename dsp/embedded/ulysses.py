@@ -115,7 +115,7 @@ class Ulysses(AttentionCore):
         deal = deal_heads(h, k.shape[2], n)
         unit, kv, held = b * e * q.element_size(), sum(deal.kv_parts), list(zip(rows, deal.q_parts, deal.kv_parts))
         # queries to heads and back to places; keys and values to heads forward, and back in backward
-        forward = max(own * (h - qs + 2 * (kv - kvs)) + (m - own) * qs for own, qs, kvs in held)
-        backward = max(own * (h - qs) + (m - own) * (qs + 2 * kvs) for own, qs, kvs in held)
+        forward = max(part * (h - qs + 2 * (kv - kvs)) + (m - part) * qs for part, qs, kvs in held)
+        backward = max(part * (h - qs) + (m - part) * (qs + 2 * kvs) for part, qs, kvs in held)
         there = {"switch": (forward * unit, 2)}
         return CommBytes(there, {"switch": (backward * unit, 2)}, there)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
-from dsp.planner.elimination import MADE, Elimination
+from dsp.planner.elimination import FIRST, Elimination
 from dsp.planner.index import Index
 from dsp.planner.problem import (
     FUSE,
@@ -62,7 +62,7 @@ def solve(problem: Problem, say: Callable[[str], None] = lambda text: None) -> S
     Raises Infeasible if nothing fits, ValueError for an inconsistent problem.
     """
     facts, capacity = Index(problem), problem.capacity
-    solution, same = Elimination(facts, say=say).solve(MADE), None
+    solution, same = Elimination(facts, say=say).solve(FIRST), None
     if solution is None:
         from dsp.planner.loops import loops, runs  # loaded here: few problems need it
 
@@ -73,9 +73,9 @@ def solve(problem: Problem, say: Callable[[str], None] = lambda text: None) -> S
             same = runs(problem)
             solution = Elimination(facts, same, say).solve()
     solution = solution or swept(facts, inf, say)
-    for found in (_lean(facts, solution, same, say), solution):
-        if found is not None and (capacity is None or found.peak <= capacity):
-            return found
+    for plan in (_lean(facts, solution, same, say), solution):
+        if plan is not None and (capacity is None or plan.peak <= capacity):
+            return plan
     assert capacity is not None
     return swept(Index(problem), capacity, say)
 
@@ -99,11 +99,11 @@ def _lean(facts: Index, best: Solution, same: Sequence[int] | None, say: Callabl
     if not gathered and not any(facts.touches(k, i, limit) for k, i in enumerate(best.choices)):
         return None
     facts.narrow(limit)
-    found = Elimination(facts, same, say).solve()
-    if found is None or (found.bytes, _ranks(problem, found)) > (best.bytes, _ranks(problem, best)):
+    lean = Elimination(facts, same, say).solve()
+    if lean is None or (lean.bytes, _ranks(problem, lean)) > (best.bytes, _ranks(problem, best)):
         return None
-    return replace(found, exact=best.exact)
+    return replace(lean, exact=best.exact)
 
 
-def _ranks(problem: Problem, found: Solution) -> int:
-    return sum(op.choices[i].rank for op, i in zip(problem.ops, found.choices))
+def _ranks(problem: Problem, solution: Solution) -> int:
+    return sum(op.choices[i].rank for op, i in zip(problem.ops, solution.choices))

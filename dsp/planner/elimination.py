@@ -14,7 +14,7 @@ from dsp.planner.index import Index, Shape, subsets
 from dsp.planner.problem import Copies, Layout, Move, Solution
 
 ROWS = 200_000  # rows of a table; a problem that needs more goes to the sweep
-MADE = 300_000  # rows of all tables together, in the first try; then the problem is made smaller
+FIRST = 300_000  # rows of all tables together, in the first try; then the problem is made smaller
 ENOUGH = 1_500_000  # the same, in later tries
 HUB = 32  # a variable of one value that is in more tables is left out of them: else all variables become its neighbours
 
@@ -46,7 +46,7 @@ class Elimination:
         if best is None:
             return None
         choices = [best[k] for k in self.same]
-        exact = all(k == own for k, own in enumerate(self.same))
+        exact = [*self.same] == [*range(len(self.same))]
         return self.facts.solution(choices, *self.moves(choices), exact=exact, states=rows)
 
     def tables(self) -> list[_Table]:
@@ -77,14 +77,14 @@ class Elimination:
             for i in range(len(uses) - 1, 0, -1):
                 later[i - 1] = later[i].union(*uses_of[v][uses[i]].values())
             for k, ahead in zip(uses, later):
-                own = (k,) if k not in scope else ()  # a step of a loop may read what the step before it made
+                fresh = (k,) if k not in scope else ()  # a step of a loop may read what the step before it made
                 same: dict[Any, _Asked] = {}  # one state for all states whose further costs are equal
                 table: dict[_Row, tuple[int, int]] = {}
                 after: dict[_Row, _Asked] = {}
                 for (row, (starts, asked)), (choice, needs) in product(rows.items(), uses_of[v][k].items()):
-                    if not own and row[scope.index(k)] != choice:
+                    if not fresh and row[scope.index(k)] != choice:
                         continue
-                    row += (choice,) * len(own)
+                    row += (choice,) * len(fresh)
                     state = starts, asked | needs
                     cost, relay, *_ = self.total(facts.shapes[v], *state)
                     cost -= self.total(facts.shapes[v], starts, asked)[0]
@@ -95,7 +95,7 @@ class Elimination:
                         table[row + (state,)] = cost, 0
                         after[(state,)] = state
                 link = () if k == uses[-1] else (next(variables),)
-                tables.append(((*scope, *own, *link), table))
+                tables.append(((*scope, *fresh, *link), table))
                 scope, rows = link, after
         return tables
 
@@ -182,13 +182,13 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
     """
     values = _values(tables)
     times = Counter(variable for scope, _ in tables for variable in scope)
-    hubs = [variable for variable, own in values.items() if len(own) == 1 and times[variable] > HUB]
-    found: dict[int, Any] = {variable: next(iter(values[variable])) for variable in hubs}
-    left = {number: _without(found, table) for number, table in enumerate(tables)}
+    hubs = [variable for variable, options in values.items() if len(options) == 1 and times[variable] > HUB]
+    assignment: dict[int, Any] = {variable: next(iter(values[variable])) for variable in hubs}
+    left = {number: _without(assignment, table) for number, table in enumerate(tables)}
     of = _tables_of(left)
-    order = _Order((scope for scope, _ in left.values()), {v: len(own) for v, own in values.items()})
+    order = _Order((scope for scope, _ in left.values()), {v: len(options) for v, options in values.items()})
     chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
-    made = 0
+    total = 0
     for variable in order:
         say(f"{len(order.place)} choices to make")
         numbers = list(of.pop(variable))
@@ -196,10 +196,10 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
             for other in set(left[number][0]) - {variable}:
                 del of[other][number]
         alone: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
-        least, rows = _least_of_all(alone, [left.pop(number) for number in numbers], most - made)
-        made += rows
+        least, rows = _least_of_all(alone, [left.pop(number) for number in numbers], most - total)
+        total += rows
         if least is None:
-            return None, made
+            return None, total
         scope, best = least
         chosen.append((variable, scope, {row: value for row, (_, value) in best.items()}))
         number = len(tables) + len(chosen)
@@ -208,8 +208,8 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
             of[other][number] = None
         order.gone(variable, scope)
     for variable, scope, choose in reversed(chosen):
-        found[variable] = choose[tuple(map(found.__getitem__, scope))]
-    return found, made
+        assignment[variable] = choose[tuple(map(assignment.__getitem__, scope))]
+    return assignment, total
 
 
 def _tables_of(tables: Mapping[int, _Table]) -> dict[int, dict[int, None]]:
@@ -276,15 +276,15 @@ def _least_of_all(
 
     The first result is None if a join has more than ROWS rows, or all of them together more than `most`.
     """
-    made = 0
+    total = 0
     for table in tables[:-1]:
         joined = _join(joined, table)
-        made += len(joined[1])
-        if made > most or len(joined[1]) > ROWS:
-            return None, made
+        total += len(joined[1])
+        if total > most or len(joined[1]) > ROWS:
+            return None, total
     scope, best, rows = _least(joined, tables[-1])
-    made += rows
-    return None if made > most or rows > ROWS else (scope, best), made
+    total += rows
+    return None if total > most or rows > ROWS else (scope, best), total
 
 
 _Match = list[tuple[_Row, int, int]]  # rows over the variables that only the second table has, with (cost, largest)
@@ -296,9 +296,9 @@ def _pairs(one: _Table, two: _Table) -> tuple[tuple[int, ...], Iterator[tuple[_R
     fresh = [i for i, variable in enumerate(other) if variable not in scope]
     shared = [(scope.index(variable), i) for i, variable in enumerate(other) if variable in scope]
     match: dict[_Row, _Match] = {}
-    key, own, more = _picked([i for i, _ in shared]), _picked([i for _, i in shared]), _picked(fresh)
+    key, lookup, more = _picked([i for i, _ in shared]), _picked([i for _, i in shared]), _picked(fresh)
     for row, (cost, largest) in others.items():
-        match.setdefault(own(row), []).append((more(row), cost, largest))
+        match.setdefault(lookup(row), []).append((more(row), cost, largest))
     none: _Match = []
     return tuple(other[i] for i in fresh), ((row, cost, match.get(key(row), none)) for row, cost in rows.items())
 

@@ -29,7 +29,7 @@ class Shape:
         self.price = {
             (a, b): cost_of(*price(value, a, b, n))
             + (extra if a != b else 0)
-            + (never if frozenset((a, b)) in value.apart else 0)
+            + (never if frozenset((a, b)) in value.detours else 0)
             for a in layouts
             for b in layouts
         }
@@ -111,13 +111,13 @@ class Index:
     @cached_property
     def wanted(self) -> list[dict[int, Copies]]:
         """For each op the layouts of each value that this op or a later one may need."""
-        found: list[dict[int, Copies]] = [{}]
+        later: list[dict[int, Copies]] = [{}]
         for runs in reversed(self.runs):
-            wanted = dict(found[-1])
+            wanted = dict(later[-1])
             for v, needs in chain.from_iterable(run.needs.items() for run in runs.values()):
                 wanted[v] = wanted.get(v, frozenset()) | needs
-            found.append(wanted)
-        return found[::-1]
+            later.append(wanted)
+        return later[::-1]
 
     def whole(self, v: int) -> bool:
         """Tell whether a value is replicated whatever is chosen: then any copy of it costs nothing."""
@@ -155,18 +155,18 @@ class Index:
     def _shapes(self, taken: Iterable[Iterable[int]], limit: float = inf) -> list[Shape]:
         """taken: the indices of each op's choices; limit: bytes up to which a move may gather a value on the way."""
         named: list[set[Layout]] = [set(value.home) for value in self.problem.values]
-        for op, own in zip(self.problem.ops, taken):
-            for choice in (op.choices[i] for i in own):
+        for op, indices in zip(self.problem.ops, taken):
+            for choice in (op.choices[i] for i in indices):
                 for v, layout in op.layouts(choice):
                     named[v].add(layout)
         # equal values share one Shape
         shape = cache(lambda value, layouts: Shape(value, layouts, self.problem.size))
-        found = []
+        shapes = []
         for value, dims in zip(self.problem.values, named):
-            whole = None in dims or value.apart or value.nbytes <= limit
+            whole = None in dims or value.detours or value.nbytes <= limit
             layouts = (*((None,) * bool(whole)), *(dim for dim, _ in value.sizes if dim in dims))
-            found.append(shape(replace(value, name="", home=()), layouts))
-        return found
+            shapes.append(shape(replace(value, name="", home=()), layouts))
+        return shapes
 
     def _digest(self, op: Op, choice: Choice) -> Digest:
         needs: dict[int, Copies] = {}
@@ -174,9 +174,9 @@ class Index:
             needs[v] = needs.get(v, frozenset()) | {layout}
         gives = dict(zip(op.outputs, choice.gives))
         read = [self.shapes[v].most(layouts) for v, layouts in needs.items()]
-        made = [self.shapes[v].local[layout] for v, layout in gives.items()]
+        write = [self.shapes[v].local[layout] for v, layout in gives.items()]
         cost = cost_of(choice.bytes, choice.calls, choice.rank)
-        return Digest(cost, max(choice.work, *read, *made, 0), needs, gives, choice.work + sum(made), choice.saved)
+        return Digest(cost, max(choice.work, *read, *write, 0), needs, gives, choice.work + sum(write), choice.saved)
 
     def prune(self, capacity: int) -> None:
         """Remove choices that cannot fit, whatever the other ops choose. Raises Infeasible if an op has no other."""

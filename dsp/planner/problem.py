@@ -27,7 +27,7 @@ class Value:
 
     `home` is for a value that no op produces: the layouts it may start in at no cost, the preferred one first. `fixed`
     marks a value that is written in place and has views: it is moved only if nothing else will do. Dims may overlap,
-    such as a fold and a part of it; `numel` is then the number of elements. `apart` has pairs of dims that no single
+    such as a fold and a part of it; `numel` is then the number of elements. `detours` has pairs of dims that no single
     all-to-all connects: between them the value is gathered and split. `real`: its elements are real numbers. `packed`:
     the bytes that a number of elements takes when a switch sends them to one rank, for the value and for its gradient;
     None where they are sent unpacked. `alone`: every rank may make the full value without communication; its length
@@ -40,7 +40,7 @@ class Value:
     home: tuple[Layout, ...] = ()
     fixed: bool = False
     numel: int | None = None
-    apart: frozenset[frozenset[Layout]] = frozenset()
+    detours: frozenset[frozenset[Layout]] = frozenset()
     real: bool = False
     packed: tuple[Packed, Packed] = (None, None)
     alone: bool = False
@@ -69,7 +69,7 @@ class Value:
         if layout is None:
             return [self.nbytes] * n
         size = self.extent(layout)
-        return [self.nbytes * own // max(length(size), 1) for own in chunk_sizes(size, n)]
+        return [self.nbytes * part // max(length(size), 1) for part in chunk_sizes(size, n)]
 
     def extent(self, layout: Layout) -> Extent:
         return dict(self.sizes)[layout]
@@ -194,7 +194,7 @@ def dealt(value: Value, src: Layout, dst: Layout, n: int) -> list[list[int]]:
     """Bytes that each of n ranks sends to each rank, itself included, in a switch of a value."""
     extent, packed = value.extent(dst), value.packed[0] or value.itemsize.__mul__
     size, parts = length(extent), chunk_sizes(extent, n)
-    return [[packed(own // value.itemsize * part // max(size, 1)) for part in parts] for own in value.parts(src, n)]
+    return [[packed(local // value.itemsize * part // max(size, 1)) for part in parts] for local in value.parts(src, n)]
 
 
 def _switched(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
@@ -202,15 +202,15 @@ def _switched(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
         return [sum(sent) - sent[rank] for rank, sent in enumerate(dealt(value, src, dst, n))]
     extent, held = value.extent(dst), value.parts(src, n)
     size, parts = length(extent), chunk_sizes(extent, n)
-    return [own * (size - kept) // max(size, 1) for own, kept in zip(held, parts)]
+    return [local * (size - kept) // max(size, 1) for local, kept in zip(held, parts)]
 
 
 def _gathered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
-    return [(n - 1) * own for own in value.parts(src, n)]
+    return [(n - 1) * part for part in value.parts(src, n)]
 
 
 def _scattered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
-    return [value.nbytes - own for own in value.parts(dst, n)]
+    return [value.nbytes - part for part in value.parts(dst, n)]
 
 
 # for a value of M bytes over N ranks

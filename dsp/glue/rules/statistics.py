@@ -183,14 +183,9 @@ def softmax(f: Frame, x: Operand, cut: Cut, dtype: Any) -> Outcome:
 
 
 def whole(
-    f: Frame,
-    x: Operand,
-    dims: Dims,
-    keep: bool,
-    of: Callable[[Tensor], Tensor],
-    rows: int,
+    f: Frame, x: Operand, dims: Dims, keep: bool, of: Callable[[Tensor], Tensor], rows: int,
     combine: Callable[..., Tensor],
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """A reduction with a replicated result: `combine` from all ranks' numbers, `rows` of them for each element."""
 
     def run(every: Tensor, t: Tensor) -> Tensor:
