@@ -534,8 +534,8 @@ FAULTS = [
     Fault(
         "check lets outputs pass that are not those of one process",
         "dsp/verify/compare.py",
-        "if not found.output <= tolerance:",
-        "if found.output < 0:",
+        "if not difference.output <= tolerance:",
+        "if difference.output < 0:",
         "dsp/verify/test_check::test_a_branch_that_subclasses_take_is_found",
     ),
     Fault(

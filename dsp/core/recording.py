@@ -316,7 +316,7 @@ def attempt(
     once(clone.groups, meter.first, meter.again)
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     try:
-        world_of = World(model, *inputs, data=options.data, own=tensors)
+        world_of = World(model, *inputs, data=options.data, skip=tensors)
         with world_of as world, persistent.entered(world), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run warns
             call = carried_inputs(record, signature, args, kwargs, sharded)

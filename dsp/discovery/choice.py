@@ -23,7 +23,7 @@ class StageChoice(Folds):
         for node in root.walk():
             self.calls.setdefault(node.path, []).append(node)
         self.merged = {}
-        self.own = {}
+        self.replacements = {}
         self.choose_stages()
         while self.settle_folds():  # a dim that no pattern can name is not free: choose again without it
             self.choose_stages()
@@ -91,7 +91,7 @@ class StageChoice(Folds):
                 kept.append(base.groups[n])
         base.groups = kept
         self.chosen[node.path] = base
-        self.own[base] = {
+        self.replacements[base] = {
             d: Dim(d.size, d.order)
             for p, axes in zip(base.params, base.inputs)
             for n, axis in enumerate(known(axes))

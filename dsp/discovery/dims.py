@@ -33,7 +33,7 @@ class Dim:
     order: int
     same: Dim | None = None
     parts: tuple[Dim, ...] = ()
-    apart: set[Dim] = field(default_factory=set)  # other dims of the same tensor: they cannot be this dim
+    distinct: set[Dim] = field(default_factory=set)  # other dims of the same tensor: they cannot be this dim
 
     def atoms(self) -> tuple[Dim, ...]:
         """The dims that this dim is known to consist of; itself if it is not a fold."""
@@ -62,7 +62,7 @@ class Dims:
 
     def split(self, dim: Dim, outer: int) -> None:
         """Note that this dim is a fold whose outer part has size `outer`."""
-        dim.parts = tuple(Dim(size, dim.order, apart=set(dim.apart)) for size in (outer, dim.size // outer))
+        dim.parts = tuple(Dim(size, dim.order, distinct=set(dim.distinct)) for size in (outer, dim.size // outer))
         self.changes += 1
 
     def unify(self, one: tuple[Dim, ...], two: tuple[Dim, ...]) -> bool:
@@ -74,11 +74,11 @@ class Dims:
                 one, two = one[1:], two[1:]
                 continue
             if a.size == b.size:
-                if any(b in x.atoms() for x in a.apart) or any(a in x.atoms() for x in b.apart):
+                if any(b in x.atoms() for x in a.distinct) or any(a in x.atoms() for x in b.distinct):
                     return False
                 old, new = sorted((a, b), key=lambda d: d.order)
                 new.same = old
-                old.apart |= new.apart
+                old.distinct |= new.distinct
                 self.changes += 1
             else:
                 large, small = (a, b) if a.size > b.size else (b, a)
@@ -88,7 +88,7 @@ class Dims:
             one, two = atoms(one), atoms(two)
         return True
 
-    def fill(self, shape: Sequence[int], found: list[tuple[Cut, tuple[Dim, ...]]], key: Any) -> Axes:
+    def fill(self, shape: Sequence[int], positions: list[tuple[Cut, tuple[Dim, ...]]], key: Any) -> Axes:
         """The axes of a tensor with these dims found in it. Gaps get new dims; dims that overlap are unified."""
         axes: Axes = []
         for d, size in enumerate(shape):
@@ -97,7 +97,7 @@ class Dims:
                 continue
             spans: list[tuple[int, Dim]] = []
             marks = {1, size}
-            for cut, dims in found:
+            for cut, dims in positions:
                 start = cut.folds
                 for dim in atoms(dims) if cut.dim == d else ():
                     ends = sorted({*marks, start, start * dim.size})
@@ -122,8 +122,8 @@ class Dims:
         """Note that a followed tensor has these dims at `cut`."""
         axes = self.axes_of(t)
         if axes is not None:
-            found: list[tuple[Cut, tuple[Dim, ...]]] = [(c, (d,)) for d, c in places(axes)]
-            self.follow(t, self.fill(t.shape, [*found, (cut, dims)], key), self.is_live(t))
+            positions: list[tuple[Cut, tuple[Dim, ...]]] = [(c, (d,)) for d, c in places(axes)]
+            self.follow(t, self.fill(t.shape, [*positions, (cut, dims)], key), self.is_live(t))
 
     def axes_of(self, t: Ref) -> Axes | None:
         """The dims of a followed tensor; None for a tensor that is not followed."""
@@ -136,7 +136,7 @@ class Dims:
     def follow(self, t: Ref, axes: Axes, live: bool) -> None:
         every = {dim for axis in axes for dim in axis}
         for dim in every:
-            dim.apart |= every - {dim}
+            dim.distinct |= every - {dim}
         self.axes[t.number] = axes
         (self.live.add if live else self.live.discard)(t.number)
 
@@ -195,13 +195,13 @@ class Follower:
             self.take_apart(self.dims.axes_of(node.refs[0]) or [], node.results[0].shape)
         where = {i: dict(places(axes)) for i, t in enumerate(node.refs) if (axes := self.dims.axes_of(t)) is not None}
         accepts: dict[Dim, bool] = {}
-        found: list[tuple[Cut, tuple[Dim, ...]]] = []
-        for dim in dict.fromkeys(d for own in where.values() for d in own):
-            accepts[dim], there = self.along(dim, node, {i: own[dim] for i, own in where.items() if dim in own})
-            found += there
+        positions: list[tuple[Cut, tuple[Dim, ...]]] = []
+        for dim in dict.fromkeys(d for cuts in where.values() for d in cuts):
+            accepts[dim], there = self.along(dim, node, {i: cuts[dim] for i, cuts in where.items() if dim in cuts})
+            positions += there
         live = any(map(self.dims.is_live, node.refs))
         for k, t in enumerate(node.results):
-            fit = [(c, d) for c, d in found if c.dim < t.ndim]
+            fit = [(c, d) for c, d in positions if c.dim < t.ndim]
             self.dims.follow(t, self.dims.fill(t.shape, fit, ("op", node, k)), live)
         return GlueOp(live, accepts)
 

@@ -109,17 +109,17 @@ def discover(
     tensors = [*tensors_in((args, kwargs)), *model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     bare = any(t.is_meta for t in tensors)
-    world = World(model, args, kwargs, data=True, own=tensors)
+    world = World(model, args, kwargs, data=True, skip=tensors)
     with world, Moving("discover", progress) as line, torch.random.fork_rng(devices=cuda):
         for thin in (True, False):  # if skipped layers turn out not to be alike, all layers run
             randomness.seed(seed)
             planned, search, root = _searched(model, (args, kwargs), (bare, thin), seed, line.say)
             if search.repeats.kept(root):
                 break
-        found = cheapest(planned, search, root, *one_sample(search, root, args, kwargs))
+        stages = cheapest(planned, search, root, *one_sample(search, root, args, kwargs))
     one = [ONE] if root.shapes[search.main][0] == 1 else []
-    found.notes = [*([WITHOUT] if bare else []), *one, *search.repeats.told()]
-    return found
+    stages.notes = [*([WITHOUT] if bare else []), *one, *search.repeats.notes()]
+    return stages
 
 
 def _searched(
@@ -131,11 +131,11 @@ def _searched(
     """
     (bare, thin), planned = how, Skeleton(lambda t: t, {}, ()).of(model)
     with torch.no_grad():
-        mode, copy, own = _without_data(model, given) if bare else _randomised(model, *given)
+        mode, copy, inputs = _without_data(model, given) if bare else _randomised(model, *given)
         with mode:
             try:
-                repeats = Repeats(copy, own, [planned]) if thin else Repeats()
-                search = Search(copy, own, seed, repeats, Shapes if bare else Probe, tell)
+                repeats = Repeats(copy, inputs, [planned]) if thin else Repeats()
+                search = Search(copy, inputs, seed, repeats, Shapes if bare else Probe, tell)
                 return planned, search, search.settle()
             except UNKNOWN as error:
                 raise ValueError(
@@ -151,8 +151,9 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
     def cost(stages: Stages) -> tuple[float, int]:
         """The share of work that is replicated, rounded to hundredths, and the bytes sent."""
         search.tell(f"{number_of(len(stages) - 1, 'pattern')} of stages, planned")
-        found = stages_of(model, stages)
-        plans = [plan_stages(model, *found, args, kwargs, Goal(n, gather_output=False, batch=False)) for n in SIZES]
+        matches, pattern = stages_of(model, stages)
+        goals = [Goal(n, gather_output=False, batch=False) for n in SIZES]
+        plans = [plan_stages(model, matches, pattern, args, kwargs, goal) for goal in goals]
         alone = sum(p.flops_alone for p in plans)
         sent = sum(sum(p.bytes.values()) for p in plans)
         for p in plans:  # an input left replicated suits the first layer only: later ones would gather and split
@@ -178,14 +179,14 @@ def cheapest(model: nn.Module, search: Search, root: ModuleCall, args: Any, kwar
             if not group or not group <= patterns.texts.keys():
                 continue
             try:
-                apart = Patterns(search, root, patterns.opened | group)
-                price = cost(Stages(apart.stages()))
+                finer = Patterns(search, root, patterns.opened | group)
+                price = cost(Stages(finer.stages()))
             except (ValueError, GlueError):  # the parts have no patterns
                 continue
             # a stage that runs replicated is kept only if it saves more than a thousandth of the bytes
             least = (price[0], price[1] * 0.999) if group <= idle and best[0] < 1 else price
             if least < best:
-                best, patterns, better = price, apart, True
+                best, patterns, better = price, finer, True
     free = {d for node in patterns.chosen.values() for d in node.free()} - patterns.batch
     if best[0] == 1 and patterns.chosen and not free:
         over = ", ".join(list(patterns.chosen)[:3])

@@ -27,23 +27,23 @@ class Folds:
     root: ModuleCall
     declared: list[int]
     chosen: dict[str, ModuleCall]
-    own: dict[ModuleCall, dict[Dim, Dim]]  # replacements for dims that differ between a stage's calls
+    replacements: dict[ModuleCall, dict[Dim, Dim]]  # for dims that differ between a stage's calls
     merged: dict[ModuleCall, list[tuple[int, ...]]]
 
     def rows(self, node: ModuleCall) -> tuple[list[Row], list[Row]]:
         """The items of every axis of every tensor of a call: inputs, outputs."""
         inputs: list[Row] = []
         outputs: list[Row] = []
-        own = self.own[node]
+        replacements = self.replacements[node]
         for i, axes in enumerate(node.inputs):
             inputs.append([[] for _ in axes])
             for d, c in places(known(axes)):
-                inputs[-1][c.dim].append((own.get(d, d), node.group(i, c)))
+                inputs[-1][c.dim].append((replacements.get(d, d), node.group(i, c)))
         for k, axes in enumerate(node.outputs):
             outputs.append([[] for _ in axes])
             for d, c in places(known(axes)):
                 number = next((n for n, g in enumerate(node.groups) if g.outputs[k] == c), None)
-                outputs[-1][c.dim].append((own.get(d, d), number))
+                outputs[-1][c.dim].append((replacements.get(d, d), number))
         return inputs, outputs
 
     def chain(self) -> None:
@@ -75,33 +75,33 @@ class Folds:
 
     def known_sizes(self) -> set[Chain]:
         """The dims whose sizes the root pattern fixes."""
-        found: set[Chain] = set()
+        dims: set[Chain] = set()
         folds = [self.wholes(axis) for i in self.declared for axis in known(self.root.inputs[i])]
         for _ in folds:
             for fold in folds:
-                unknown = [c for c in fold if c not in found]
+                unknown = [c for c in fold if c not in dims]
                 if len(unknown) == 1:
-                    found.add(unknown[0])
-        return found
+                    dims.add(unknown[0])
+        return dims
 
     def symbols(self, node: ModuleCall, axis: list[Item]) -> list[Symbol]:
         """The named units of an axis: each free dim has a name of its own, computed dims in between share one."""
-        found: list[Symbol] = []
+        units: list[Symbol] = []
         for is_free, run in itertools.groupby(axis, lambda item: item[1] is not None):
             items = list(run)
             if not is_free:
-                found.append(Symbol(tuple(d for d, _ in items), ()))
+                units.append(Symbol(tuple(d for d, _ in items), ()))
                 continue
             for _, part in itertools.groupby(items, lambda item: self.chains[item[0]]):
                 part_items = list(part)
-                found.append(Symbol(tuple(d for d, _ in part_items), tuple(g for _, g in part_items if g is not None)))
+                units.append(Symbol(tuple(d for d, _ in part_items), tuple(g for _, g in part_items if g is not None)))
         for merged in self.merged.get(node, ()):
-            for n in range(len(found)):
-                for m in range(n + 2, len(found) + 1):
-                    if tuple(g for s in found[n:m] for g in s.groups) == merged:
-                        found[n:m] = [Symbol(tuple(d for s in found[n:m] for d in s.dims), merged)]
+            for n in range(len(units)):
+                for m in range(n + 2, len(units) + 1):
+                    if tuple(g for s in units[n:m] for g in s.groups) == merged:
+                        units[n:m] = [Symbol(tuple(d for s in units[n:m] for d in s.dims), merged)]
                         break
-        return found
+        return units
 
     def settle_folds(self) -> bool:
         """Merge the dims of folds that cannot be opened: a fold can be opened if at most one of its sizes is unknown.
@@ -112,9 +112,9 @@ class Folds:
         while True:
             self.chain()
             self.sizes = self.known_sizes()
-            found = next((f for f in map(self.settle_fold, self.chosen.values()) if f), "")
-            dropped |= found == "dropped"
-            if not found:
+            outcome = next((f for f in map(self.settle_fold, self.chosen.values()) if f), "")
+            dropped |= outcome == "dropped"
+            if not outcome:
                 return dropped
 
     def settle_fold(self, node: ModuleCall) -> str:

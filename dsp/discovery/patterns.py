@@ -41,10 +41,10 @@ class Patterns(StageChoice):
 
     def repeated(self) -> list[frozenset[str]]:
         """The paths of the stages, grouped by repeated blocks."""
-        found: dict[Any, set[str]] = {}
+        groups: dict[Any, set[str]] = {}
         for path, text in self.texts.items():
-            found.setdefault((role(path), text), set()).add(path)
-        return [frozenset(paths) for paths in found.values()]
+            groups.setdefault((role(path), text), set()).add(path)
+        return [frozenset(paths) for paths in groups.values()]
 
     def name(self) -> None:
         """Choose labels for the dims of the model's own inputs, and for the dims along which stages may be sharded."""
@@ -165,7 +165,7 @@ class Patterns(StageChoice):
 
     def collapse(self, texts: Mapping[str, str], called: Set[str]) -> dict[str, str]:
         """One entry for repeated blocks, if all `called` modules that its pattern matches have the same text."""
-        found: dict[str, str] = {}
+        entries: dict[str, str] = {}
         covered: set[str] = set()
         for path, text in texts.items():
             if path in covered:
@@ -183,9 +183,9 @@ class Patterns(StageChoice):
             others = [n for n in self.search.paths.values() if n and matches(n.split("."), pattern)]
             if len(others) == 1:
                 key = path
-            found[key] = text
+            entries[key] = text
             covered |= set(matched)
-        return found
+        return entries
 
 
 def role(path: str) -> str:

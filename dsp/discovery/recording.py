@@ -73,10 +73,10 @@ class Recording(TorchFunctionMode):
         self.asleep = True
         bound = signature.bind(args, kwargs)[1]
         operands, given = self.refs(b.tensor for b in bound), self.refs(tensors_in((args, kwargs)))
-        own = copied(args, kwargs)
+        copies = copied(args, kwargs)
         self.asleep = False
         params = [b.param for b in bound]
-        self.open.append(ModuleCall(signature.where, module, self.calls, params, operands, given, *own))
+        self.open.append(ModuleCall(signature.where, module, self.calls, params, operands, given, *copies))
         self.calls += 1
         self.body = self.open[-1].body
 

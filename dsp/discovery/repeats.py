@@ -47,9 +47,9 @@ class Repeats:
             for handle in handles:
                 handle.remove()
         for group in repeated:
-            made, first = [calls[id(layer)] for _, layer in group], group[0][0]
-            like = made[0][0] if len(made[0]) == 1 else None
-            if like is not None and all(m == [like] for m in made):
+            runs, first = [calls[id(layer)] for _, layer in group], group[0][0]
+            like = runs[0][0] if len(runs[0]) == 1 else None
+            if like is not None and all(m == [like] for m in runs):
                 for path, layer in group[KEPT:]:
                     self.first[path] = first
                     skip(layer, like)
@@ -60,14 +60,14 @@ class Repeats:
 
     def everywhere(self, paths: Iterable[str]) -> dict[str, str]:
         """Each path mapped to itself, and the same paths in skipped layers mapped to the path that ran."""
-        found = {path: path for path in paths}
+        mapping = {path: path for path in paths}
         for layer, first in sorted(self.first.items(), key=lambda pair: -pair[0].count(".")):  # innermost first
-            for path, ran in list(found.items()):
+            for path, ran in list(mapping.items()):
                 if path == first or path.startswith(first + "."):
-                    found[layer + path[len(first) :]] = ran
-        return found
+                    mapping[layer + path[len(first) :]] = ran
+        return mapping
 
-    def told(self) -> list[str]:
+    def notes(self) -> list[str]:
         """The layers that were not verified, one line for each kind."""
         kinds: dict[str, list[str]] = {}
         for path, first in self.first.items():
@@ -96,8 +96,8 @@ def layers(model: nn.Module) -> dict[Any, list[tuple[str, nn.Module]]]:
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
             for name, layer in parent.named_children():
                 if any(True for _ in layer.children()) and any(True for _ in layer.parameters()):
-                    own = clean(f"{path}.{name}".lstrip("."))
-                    groups.setdefault((path, fingerprint(layer, buffers=True)), []).append((own, layer))
+                    group = groups.setdefault((path, fingerprint(layer, buffers=True)), [])
+                    group.append((clean(f"{path}.{name}".lstrip(".")), layer))
     return groups
 
 
@@ -111,8 +111,8 @@ def passed(args: Any, kwargs: Mapping[str, Any], output: Any) -> Passed | None:
     leaves, how = pytree.tree_flatten(output)
     left, places = list(range(len(given))), list[int]()
     for leaf in leaves:
-        own = (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
-        place = next((i for i in left if given[i] == own), None)
+        kind = (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
+        place = next((i for i in left if given[i] == kind), None)
         if place is None:
             return None
         left.remove(place)

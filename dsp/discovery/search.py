@@ -101,11 +101,11 @@ class Search:
 
     def sequence(self, root: ModuleCall) -> set[Dim]:
         """Sequence dims: the dims, without the batch, along which some module with parameters is independent."""
-        found: set[Dim] = set()
+        dims: set[Dim] = set()
         for node in root.walk():
             if node.live and node.tested and any(True for _ in node.module.parameters()):
-                found |= node.free()
-        return found - set(atoms(self.batch))
+                dims |= node.free()
+        return dims - set(atoms(self.batch))
 
     # --- one pass over the record ---
 
@@ -226,20 +226,20 @@ class Search:
             if i != arg:
                 likely = (node.shapes[arg][cut.dim], cut.outer)
                 others = [c for c in self.inside(node, i, dim.size, taken) if c not in same]
-                apart = [(node.shapes[i][c.dim], c.outer) != likely for c in others]
-                options[-1] += [c for _, c in sorted(zip(apart, others), key=lambda x: x[0])]
+                unlikely = [(node.shapes[i][c.dim], c.outer) != likely for c in others]
+                options[-1] += [c for _, c in sorted(zip(unlikely, others), key=lambda x: x[0])]
         order = itertools.islice(itertools.product(*(range(len(o)) for o in options)), 4096)
         for way in sorted(order, key=lambda w: (sum(x > 0 for x in w), w)):
             yield tuple(o[x] for o, x in zip(options, way))
 
     def inside(self, node: ModuleCall, arg: int, size: int, taken: set[tuple[int, Cut]]) -> list[Cut]:
         """The places of an argument that may hold a dim of `size`, judged only by sizes."""
-        found = []
+        cuts = []
         for d, c in places(known(node.inputs[arg])):
             if (arg, c) in taken or d.size % size or (node.lives[arg] and d.size != size):
                 continue
-            found += [Cut(c.dim, c.outer * o) for o in divisors(d.size // size)]
-        return found
+            cuts += [Cut(c.dim, c.outer * o) for o in divisors(d.size // size)]
+        return cuts
 
     def unambiguous(
         self, node: ModuleCall, probe: Probe, choice: tuple[Cut | None, ...], arg: int, dim: Dim, at: Cut

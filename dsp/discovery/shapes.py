@@ -46,10 +46,10 @@ class Call(Recording):
         at = {t.number: cut for t, cut in zip(self.inputs, cuts)}
         steps = []
         for node in self.nodes:
-            own = [at.get(t.number) for t in node.refs]
-            if (outcome := carried(node, own, n)) is None:
+            reads = [at.get(t.number) for t in node.refs]
+            if (outcome := carried(node, reads, n)) is None:
                 return None
-            steps.append(Step(node, own, outcome))
+            steps.append(Step(node, reads, outcome))
             at.update((t.number, outcome.cut) for t in node.results)
         places = [cut for t in self.outputs if (cut := at.get(t.number)) is not None]
         return (steps, places) if len(places) == len(self.outputs) > 0 else None
@@ -63,10 +63,10 @@ def carried(node: Node, cuts: Cuts, n: int) -> Outcome | None:
         return Outcome(None)
     if (node.in_place and cuts[0] is None) or "out" in node.call.kwargs:  # a shard written into a replicated tensor
         return None
-    found = outcome_of(node, dict(enumerate(cuts)), n)
-    if found is None or found.narrow or found.rows or found.numbers or found.deal or found.reduce is not None:
+    outcome = outcome_of(node, dict(enumerate(cuts)), n)
+    if outcome is None or outcome.reduce is not None:
         return None
-    return found
+    return None if outcome.narrow or outcome.rows or outcome.numbers or outcome.deal else outcome
 
 
 class Shapes(Probe):
@@ -77,16 +77,16 @@ class Shapes(Probe):
 
     def run(self, args: Any, kwargs: Any, seen: Any) -> tuple[list[Tensor], list[Any]]:
         seen.inputs = seen.refs(b.tensor for b in self.signature.bind(args, kwargs)[1])
-        found, constants = super().run(args, kwargs, seen)
-        seen.outputs = seen.refs(found)
-        return found, constants
+        results, constants = super().run(args, kwargs, seen)
+        seen.outputs = seen.refs(results)
+        return results, constants
 
     def independent(self, cuts: Cuts, size: int) -> list[Cut] | None:
         """The place in each output of the dim that is at `cuts` in the inputs; None if the rules do not show it."""
         n = ranks_for(size)[0]
-        if (found := self.draws.steps(cuts, n)) is None:
+        if (outcome := self.draws.steps(cuts, n)) is None:
             return None
-        steps, places = found
+        steps, places = outcome
         call, part = call_part(self.signature, self.args, self.kwargs, cuts, size, 0, size // n), Call()
         args, kwargs = copied(tuple(call.args), call.kwargs)
         try:
@@ -114,10 +114,10 @@ def numbers(node: Node) -> Any:
     return replaced(node.call.args, node.call.kwargs, repeat(None))
 
 
-def are_parts(own: Sequence[Ref], whole: Sequence[Ref], cuts: Cuts, n: int) -> bool:
+def are_parts(parts: Sequence[Ref], whole: Sequence[Ref], cuts: Cuts, n: int) -> bool:
     """Tell whether tensors have the shapes of one of n parts of the tensors `whole`."""
     shapes = [list(t.shape) for t in whole]
     for shape, cut in zip(shapes, cuts):
         if cut is not None:
             shape[cut.dim] //= n
-    return [list(t.shape) for t in own] == shapes
+    return [list(t.shape) for t in parts] == shapes

@@ -21,8 +21,8 @@ log = logging.getLogger("dsp")
 @cache
 def table() -> dict[str, Any]:
     """The package and version that the lines were tried with; models and autoencoders by class name."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("known.json").read_text(encoding="utf-8"))
-    return found
+    lines: dict[str, Any] = json.loads(Path(__file__).with_name("known.json").read_text(encoding="utf-8"))
+    return lines
 
 
 def classes(model: Any) -> list[str]:
@@ -36,7 +36,7 @@ def stages_for(model: nn.Module) -> dict[str, str] | None:
 
     It warns, once a class, if the forward takes other arguments than in the version that was tried.
     """
-    entry = next((found for name in classes(model) if (found := table()["models"].get(name))), None)
+    entry = next(filter(None, (table()["models"].get(name) for name in classes(model))), None)
     if entry is None:
         return None
     changed(type(model), tuple(entry["takes"]))  # type: ignore[arg-type]
@@ -49,8 +49,8 @@ def of_type(model: nn.Module) -> dict[str, str] | None:
         return None
     line = table()["transformers"]["lines"].get(getattr(getattr(model, "config", None), "model_type", None), "")
     takes = inspect.signature(model.forward).parameters
-    found = [pattern for pattern in line.split(", ") if pattern.partition("=")[0] in takes]
-    return {"": ", ".join(found)} if found else None
+    patterns = [pattern for pattern in line.split(", ") if pattern.partition("=")[0] in takes]
+    return {"": ", ".join(patterns)} if patterns else None
 
 
 def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[Stage], StagePattern | None]:
@@ -63,7 +63,7 @@ def stages_of(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[
 
 def methods_for(model: Any) -> dict[str, str] | None:
     """The dims of the tensor that each method of an autoencoder takes, by method; None for other classes."""
-    return next((found for name in classes(model) if (found := table()["autoencoders"].get(name))), None)
+    return next(filter(None, (table()["autoencoders"].get(name) for name in classes(model))), None)
 
 
 @cache

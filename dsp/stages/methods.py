@@ -119,7 +119,7 @@ class StageWrapper(Protocol):
         """This rank's part in the inner layout, and the tensors in it, without dummy rows."""
 
     def leave(
-        self, place: RankPart, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], made: Sequence[Tensor]
+        self, place: RankPart, sizes: Mapping[str, int], patterns: Sequence[TensorPattern], results: Sequence[Tensor]
     ) -> list[Tensor]:
         """The results in the outer layout, with a dummy row on a rank that holds nothing."""
 

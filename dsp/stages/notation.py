@@ -173,12 +173,12 @@ def _parse_tensor(tokens: list[str], text: str) -> TensorPattern:
         param, tokens = tokens[0], tokens[2:]
         if not param.isidentifier():
             raise NotationError(f"{text!r}: {param!r} before '=' is not a parameter name")
-    found = _Axes(text)
+    axes = _Axes(text)
     for token in tokens:
-        found.read(token)
-    if found.bracket or found.fold is not None:
-        raise found.wrong(f"{'[' if found.bracket else '('} is never closed")
-    pattern = TensorPattern(tuple(found.axes), frozenset(found.computed), param, frozenset(found.summed))
+        axes.read(token)
+    if axes.bracket or axes.fold is not None:
+        raise axes.wrong(f"{'[' if axes.bracket else '('} is never closed")
+    pattern = TensorPattern(tuple(axes.axes), frozenset(axes.computed), param, frozenset(axes.summed))
     for name in pattern.names:
         if pattern.names.count(name) > 1:
             raise NotationError(f"{text!r}: dim {name!r} appears twice in one tensor")

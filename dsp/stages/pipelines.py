@@ -47,12 +47,12 @@ def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Component] | None:
     name, modules = type(model).__name__, {k: v for k, v in components.items() if isinstance(v, nn.Module)}
     if stages is not None:
         raise NotationError(f"{name} is a pipeline: give stages to each of its parts, {', '.join(modules)}")
-    found: list[Component] = []
+    parts: list[Component] = []
     for key, module in modules.items():
         if (line := getattr(module, "stages", None) or stages_for(module)) is not None:
-            found.append(Component(module, line, lambda: None))
-        elif own := methods(module):
-            found += own
+            parts.append(Component(module, line, lambda: None))
+        elif members := methods(module):
+            parts += members
         elif classes(module):
             say = log.warning if rank == 0 else log.info
             say(
@@ -60,12 +60,12 @@ def parts_of(model: Any, stages: Any, rank: int = 0) -> list[Component] | None:
                 "dsp.discover, and parallelize it by itself",
                 name, key, type(module).__name__,
             )  # fmt: skip
-    if not found:
+    if not parts:
         raise NotationError(
             f"{name}: dsp knows the dims of none of its parts ({', '.join(modules) or 'it has no modules'}); find them "
             "with dsp.discover, and parallelize each by itself"
         )
-    return found
+    return parts
 
 
 def axes_of(model: Any, mesh: Any) -> tuple[DeviceMesh | None, Any]:
@@ -114,18 +114,18 @@ class SharedBatch:
                 "of one axis"
             )
 
-        def own(x: Any, least: int = 1) -> Any:
+        def local(x: Any, least: int = 1) -> Any:
             if isinstance(x, dict):
-                return {key: own(value) for key, value in x.items()}
+                return {key: local(value) for key, value in x.items()}
             if type(x) in (list, tuple):  # tables of positions, with no batch; or features, which have one
-                return type(x)(own(value, least=3) for value in x)
+                return type(x)(local(value, least=3) for value in x)
             if not isinstance(x, Tensor) or x.ndim < least:
                 return x
             dim = dims.get(id(x), 0)
             share = x.shape[dim] == rows or (id(x) in dims and x.shape[dim] % rows == 0)
             return x.chunk(n, dim)[rank] if share else x
 
-        return tuple(map(own, call.args)), own(call.kwargs)
+        return tuple(map(local, call.args)), local(call.kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -158,13 +158,13 @@ class Method(nn.Module):
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
         self.owner, self.name = owner, name
-        self.made: list[Any] = []  # the structure of the last result, and the types of its leaves
+        self.structure: list[Any] = []  # the structure of the last result, and the types of its leaves
 
     def forward(self, x: Tensor, more: tuple[Any, dict[str, Any]]) -> list[Any]:
         args, kwargs = more
         out = getattr(type(self.owner), self.name)(self.owner, x, *args, **kwargs)
         leaves, spec = pytree.tree_flatten(out)
-        self.made[:] = [spec, [None if isinstance(v, Tensor) else type(v) for v in leaves]]
+        self.structure[:] = [spec, [None if isinstance(v, Tensor) else type(v) for v in leaves]]
         return [getattr(v, "parameters", v) for v in leaves]  # a distribution is returned as its parameters
 
     def attach(self) -> None:
@@ -179,9 +179,9 @@ class Called:
         self.method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = TAKES[self.method.name]
-        x, args = (args[0], args[1:]) if args else (kwargs.pop(own), ())
+        name = TAKES[self.method.name]
+        x, args = (args[0], args[1:]) if args else (kwargs.pop(name), ())
         leaves = self.method(x, (args, kwargs))
-        spec, kinds = self.method.made
-        made = [v if kind is None else kind(v) for v, kind in zip(leaves, kinds)]
-        return pytree.tree_unflatten(made, spec)
+        spec, kinds = self.method.structure
+        values = [v if kind is None else kind(v) for v, kind in zip(leaves, kinds)]
+        return pytree.tree_unflatten(values, spec)

@@ -84,8 +84,8 @@ class Signature:
     def attribute(self, p: TensorPattern) -> int | None:
         """The size of a dim by an attribute of the model or its config, as in 'num_frames=t'."""
         owners = (self.module, getattr(self.module, "config", None)) if self.pattern.root and len(p.axes) == 1 else ()
-        found = (getattr(owner, p.param or "", None) for owner in owners)
-        return next((value for value in found if type(value) is int), None)
+        sizes = (getattr(owner, p.param or "", None) for owner in owners)
+        return next((value for value in sizes if type(value) is int), None)
 
     def integers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
         """The int arguments of one call, defaults included."""
@@ -94,21 +94,21 @@ class Signature:
 
     def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
         """The sizes that the pattern states by numbers, int arguments or attributes."""
-        found, integers = dict(self.pattern.sizes), self.integers(args, kwargs)
+        sizes, integers = dict(self.pattern.sizes), self.integers(args, kwargs)
         for p in self.named.values():
             value = integers.get(p.param or "", self.attribute(p) if p.param not in self.names else None)
             if value is not None and len(p.names) == 1:
-                found[p.names[0]] = value
-        return found
+                sizes[p.names[0]] = value
+        return sizes
 
     def slots(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, int | str, Any]]:
         """The name, place and value of each argument of one call, in the order of the signature."""
         positional, last = self.positional, len(self.names)
-        found: list[tuple[str, int | str, Any]] = [
+        slots: list[tuple[str, int | str, Any]] = [
             (positional[i] if i < len(positional) else f"{self.open_args}[{i - len(positional)}]", i, v)
             for i, v in enumerate(args)
         ]
-        return found + [(k, k, kwargs[k]) for k in sorted(kwargs, key=lambda k: self.names.get(k, last))]
+        return slots + [(k, k, kwargs[k]) for k in sorted(kwargs, key=lambda k: self.names.get(k, last))]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[Bound]]:
         """The tensors of one call, in the order of the signature."""
@@ -163,15 +163,15 @@ def items(param: str, slot: int | str, tensors: Sequence[Tensor], p: TensorPatte
     if p is None:
         return [Bound(f"{param}[{n}]", (slot, n), t, None) for n, t in enumerate(tensors)]
     alike = [i for i, axis in enumerate(p.axes) if len({t.shape[i : i + 1] for t in tensors}) == 1]
-    found = []
+    bounds = []
     for n, t in enumerate(tensors):
-        apart = [name for i, axis in enumerate(p.axes) if i not in alike for name in axis]
-        own = {name: name + str(n + 1).translate(DIGITS) for name in apart}
-        axes = tuple(tuple(own.get(name, name) for name in axis) for axis in p.axes)
-        computed = frozenset(own.get(name, name) for name in p.computed)
+        uneven = [name for i, axis in enumerate(p.axes) if i not in alike for name in axis]
+        names = {name: name + str(n + 1).translate(DIGITS) for name in uneven}
+        axes = tuple(tuple(names.get(name, name) for name in axis) for axis in p.axes)
+        computed = frozenset(names.get(name, name) for name in p.computed)
         item = f"{param}[{n}]"
-        found.append(Bound(item, (slot, n), t, replace(p, axes=axes, computed=computed, param=item)))
-    return found
+        bounds.append(Bound(item, (slot, n), t, replace(p, axes=axes, computed=computed, param=item)))
+    return bounds
 
 
 def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs: Any) -> dict[str, int]:
@@ -190,8 +190,8 @@ def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs
         dims = [dim for dim in error.unknown if dim not in BATCH_NAMES]
         if len(dims) != 1 or len(error.unknown) != 2 or len(set(integers.values())) != 1:
             candidates = ", ".join(f"{k}={v}" for k, v in integers.items())
-            told = f". Int arguments of the model's forward that could state a size: {candidates}" if candidates else ""
-            raise NotationError(f"{error}{told}") from None
+            hint = f". Int arguments of the model's forward that could state a size: {candidates}" if candidates else ""
+            raise NotationError(f"{error}{hint}") from None
         stated = {**stated, dims[0]: next(iter(integers.values()))}
         sizes = solve_sizes(tensors, stated, where="the model")
     for dim, size in stated.items():

@@ -73,22 +73,22 @@ class Stage:
         self, t: Tensor, p: TensorPattern, sizes: Mapping[str, int], root: Mapping[str, int]
     ) -> dict[str, int]:
         """The sizes of the dims of a result; the stage may change those that it computes over."""
-        found = dict(sizes)
+        lengths = dict(sizes)
         for name in [n for n in p.names if n in self.pattern.computed]:
             if len(p.axes[p.axis_of(name)]) == 1:
-                found[name] = t.shape[p.axis_of(name)]
-        for name, size in solve_sizes([(p, tuple(t.shape))], {**root, **found}, where=self.where).items():
+                lengths[name] = t.shape[p.axis_of(name)]
+        for name, size in solve_sizes([(p, tuple(t.shape))], {**root, **lengths}, where=self.where).items():
             if name in self.pattern.free and size != sizes.get(name, size):
                 raise NotationError(
                     f"{self.where} returned {tuple(t.shape)}: dim {name!r} is {size} where its input has "
                     f"{sizes[name]}; a dim outside brackets keeps its size"
                 )
-            found[name] = size
-        return found
+            lengths[name] = size
+        return lengths
 
     def options(self, bound: list[Bound], sizes: Mapping[str, int], n: int) -> list[Option]:
         """The dims that this call can be sharded along over n ranks, batch last; if there is none, it runs whole."""
-        found = []
+        options = []
         names = self.pattern.free if self.reach is None else (self.reach,)
         sums = self.pattern.summed if not (self.inside or self.around or self.reach) else ()
         for name in (*names, *sums) if not self.whole else ():
@@ -97,10 +97,10 @@ class Stage:
             cuts = tuple(cut_for(b.pattern, b.tensor.shape, name, sizes) for b in bound)
             if any(cuts) and self.fit([b.pattern for b, c in zip(bound, cuts) if c is not None], name, sizes, n):
                 along = [None] if name in names else [d for d in self.pattern.free if self.adds_up(d, sizes)]
-                found += [Option(name, cuts, sizes[name], (d or name) in BATCH_NAMES, d) for d in along]
-        if found:
-            self.refuse_statistics(found)
-        return found or [Option(None, (None,) * len(bound), 1)]
+                options += [Option(name, cuts, sizes[name], (d or name) in BATCH_NAMES, d) for d in along]
+        if options:
+            self.refuse_statistics(options)
+        return options or [Option(None, (None,) * len(bound), 1)]
 
     def fit(self, inputs: Sequence[TensorPattern | None], name: str, sizes: Mapping[str, int], n: int) -> bool:
         """Tell whether all inputs and results that have the dim `name` can be cut along it."""
@@ -174,8 +174,8 @@ def declared(model: nn.Module, stages: Mapping[str, str] | None) -> tuple[list[S
             f'inputs, such as stages={{"": "{first}=b t h w c"}}, or what its submodules compute over, such as '
             'stages={"blocks.*.spatial": "b t [s c]", "blocks.*.temporal": "b [t] s [c]"}'
         )
-    found, root = find_stages(model, stages)
-    return found, parse(root, root=True) if root is not None else None
+    matches, root = find_stages(model, stages)
+    return matches, parse(root, root=True) if root is not None else None
 
 
 def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage], str | None]:
@@ -191,16 +191,16 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
                 f"stages maps the path of a submodule to a pattern, a string; got {pattern!r}: {text!r}"
             )
     root = stages.get("")
-    stages_found = [Stage(*found) for found in find_modules(model, stages)]
-    for stage in stages_found:
+    matches = [Stage(*match) for match in find_modules(model, stages)]
+    for stage in matches:
         inside = {id(m) for m in stage.module.modules() if m is not stage.module}
-        for other in stages_found:
+        for other in matches:
             if id(other.module) in inside:
                 raise NotationError(
                     f"stage {other.name!r} lies inside stage {stage.name!r}; stages cannot be nested: inside the outer "
                     "stage, tensors are already local. Remove one of the two from stages"
                 )
-    return stages_found, root
+    return matches, root
 
 
 def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, nn.Module, str]]:
@@ -209,7 +209,7 @@ def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, 
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         modules.setdefault(clean(path), module)
-    found: dict[int, tuple[str, nn.Module, str]] = {}
+    entries: dict[int, tuple[str, nn.Module, str]] = {}
     for pattern, text in texts.items():
         if pattern == "":
             continue
@@ -223,12 +223,12 @@ def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, 
                 raise NotationError(
                     f"stage key {pattern!r} names a {kind}, which is not called itself; write '{pattern}.*'"
                 )
-            *_, other = found.setdefault(id(modules[name]), (name, modules[name], text))
+            *_, other = entries.setdefault(id(modules[name]), (name, modules[name], text))
             if other != text:
                 raise NotationError(
                     f"submodule {name!r} is matched twice, as {other!r} and as {text!r}; give it one pattern"
                 )
-    return list(found.values())
+    return list(entries.values())
 
 
 def matches(name: list[str], pattern: list[str]) -> bool:

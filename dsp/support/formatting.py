@@ -55,7 +55,7 @@ class Moving:
     def __init__(self, job: str, shown: bool | None = None) -> None:
         first = os.environ.get("RANK", "0") == "0" and not self.within.get()
         self.job, self.shown = job, first and sys.stderr.isatty() if shown is None else shown
-        self.began = self.told = time.monotonic()
+        self.began = self.last = time.monotonic()
         self.width = 0
 
     def __enter__(self) -> Moving:
@@ -64,8 +64,8 @@ class Moving:
 
     def say(self, text: str) -> None:
         now = time.monotonic()
-        if self.shown and now - self.told >= EVERY:
-            self.told = now
+        if self.shown and now - self.last >= EVERY:
+            self.last = now
             line = f"{self.job}: {text}, {now - self.began:.0f} s"
             print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)
             self.width = len(line)

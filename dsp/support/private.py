@@ -95,8 +95,10 @@ def schemas(func: Any) -> list[Any]:
     written_in_c = type(func) in (type(torch.add), type(Tensor.add))
     if written_in_c:
         func = getattr(torch.ops.aten, func.__name__, None)
-    found = [schema_of(getattr(func, name)) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else []
-    return [schema for schema in found if not (written_in_c and of_lists(schema))]
+    if not isinstance(func, OpOverloadPacket):
+        return []
+    overloads = [schema_of(getattr(func, name)) for name in func.overloads()]
+    return [schema for schema in overloads if not (written_in_c and of_lists(schema))]
 
 
 def of_lists(schema: Any) -> bool:
@@ -326,13 +328,13 @@ CHECKPOINT = inspect.unwrap(getattr(_source, "_checkpoint_impl", _source.checkpo
 
 def checkpoint_frames() -> list[Any]:
     """The activation checkpoints (non-reentrant) that the current code runs in, the innermost last."""
-    found, caller = list[Any](), sys._getframe(1)
+    frames, caller = list[Any](), sys._getframe(1)
     while caller is not None:
         if caller.f_code is CHECKPOINT and getattr(caller.f_locals.get("gen"), "gi_frame", None) is not None:
-            found.insert(0, caller.f_locals["gen"].gi_frame.f_locals["new_frame"])
+            frames.insert(0, caller.f_locals["gen"].gi_frame.f_locals["new_frame"])
         caller = caller.f_back  # type: ignore[assignment]
     last = checkpoint_frame()
-    return found if last is None or any(last is frame for frame in found) else [*found, last]
+    return frames if last is None or any(last is frame for frame in frames) else [*frames, last]
 
 
 def saved_in(frame: Any) -> int:
@@ -345,8 +347,8 @@ def checkpoint_arguments(frame: Any) -> Sequence[Any]:
     caller: Any = sys._getframe(1)
     while caller is not None:
         if caller.f_code is CHECKPOINT:
-            made = caller.f_locals["gen"].gi_frame
-            if made is not None and made.f_locals.get("new_frame") is frame:
+            inner = caller.f_locals["gen"].gi_frame
+            if inner is not None and inner.f_locals.get("new_frame") is frame:
                 return caller.f_locals["args"]
         caller = caller.f_back
     return ()

@@ -57,20 +57,20 @@ class World:
     """The state that the code and the attributes of `roots` reach. As a context manager it restores it at the end.
 
     data: restore the elements of tensors that were written in place, too. Tensors of one element are always restored,
-    since a forward without data writes them as well. own: tensors to leave alone, such as the parameters and buffers of
-    models that run as copies.
+    since a forward without data writes them as well. skip: tensors to leave alone, such as the parameters and buffers
+    of models that run as copies.
     """
 
-    def __init__(self, *roots: Any, data: bool = False, own: Iterable[Tensor] = ()) -> None:
-        self.data, self.seen = data, {id(t): t for t in own}
+    def __init__(self, *roots: Any, data: bool = False, skip: Iterable[Tensor] = ()) -> None:
+        self.data, self.seen = data, {id(t): t for t in skip}
         self.undo: list[Callable[[], None]] = []
         self.names, self.classes = set(ALWAYS), list[dict[str, Any]]()  # names that this code reads of objects
         waiting = deque(roots)
         while waiting:
-            found = waiting.popleft()
-            if type(found) not in ATOMS and id(found) not in self.seen:
-                self.seen[id(found)] = found
-                waiting.extend(self.hold(found))
+            node = waiting.popleft()
+            if type(node) not in ATOMS and id(node) not in self.seen:
+                self.seen[id(node)] = node
+                waiting.extend(self.hold(node))
 
     def __enter__(self) -> World:
         self.drawn = random.getstate(), np.random.get_state()
@@ -176,8 +176,8 @@ class World:
 
 def cached(it: Any) -> Iterator[Any]:
     """The values that a functools cache holds: by itself if it has a size, else in a dict."""
-    for found in gc.get_referents(it) if it.cache_info().currsize <= LONG else ():
-        yield from found.values() if type(found) is dict else (found,)
+    for referent in gc.get_referents(it) if it.cache_info().currsize <= LONG else ():
+        yield from referent.values() if type(referent) is dict else (referent,)
 
 
 def of_library(it: Any) -> bool:
@@ -186,8 +186,8 @@ def of_library(it: Any) -> bool:
 
 
 def slots(kind: type) -> Iterable[str]:
-    own = kind.__dict__.get("__slots__", ())
-    return [n for n in ((own,) if isinstance(own, str) else own) if n not in ("__dict__", "__weakref__")]
+    names = kind.__dict__.get("__slots__", ())
+    return [n for n in ((names,) if isinstance(names, str) else names) if n not in ("__dict__", "__weakref__")]
 
 
 def contents(cell: CellType) -> Any:
@@ -305,8 +305,8 @@ def refuse_leaves(inputs: Iterable[Any]) -> None:
 def steps(it: Any) -> list[tuple[tuple[str, Any], Any]]:
     """The steps from an object to its attributes or items, each with the value found there."""
     if isinstance(it, nn.Module):
-        own = {k: v for k, v in it.__dict__.items() if k not in ("_parameters", "_modules")}
-        return [(("attr", k), v) for k, v in (own | children_of(it)).items()]
+        attributes = {k: v for k, v in it.__dict__.items() if k not in ("_parameters", "_modules")}
+        return [(("attr", k), v) for k, v in (attributes | children_of(it)).items()]
     if isinstance(it, (list, tuple, deque)):
         return [(("item", i), v) for i, v in enumerate(it)]
     if isinstance(it, Mapping):

@@ -43,13 +43,13 @@ def inside(filename: str) -> bool:
 
 def lines_of(error: BaseException) -> list[Line]:
     """The lines of the user's code that an error came through, the outermost first."""
-    found: list[Line] = []
+    lines: list[Line] = []
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         if not inside(trace.tb_frame.f_code.co_filename):
-            found.append(Line(trace.tb_frame, trace.tb_lineno))
+            lines.append(Line(trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    return found
+    return lines
 
 
 def line_now() -> str:

@@ -28,15 +28,15 @@ class ByTensor(Generic[T]):
         self.held: dict[int, tuple[weakref.ref[Tensor], T]] = {}
 
     def get(self, t: Tensor) -> T | None:
-        found = self.held.get(id(t))
-        return found[1] if found is not None and found[0]() is t else None
+        entry = self.held.get(id(t))
+        return entry[1] if entry is not None and entry[0]() is t else None
 
     def __setitem__(self, t: Tensor, value: T) -> None:
         self.held[id(t)] = weakref.ref(t), value
 
     def items(self) -> Iterator[tuple[Tensor, T]]:
         """The tensors that are alive, with their values."""
-        return ((t, value) for own, value in list(self.held.values()) if (t := own()) is not None)
+        return ((t, value) for ref, value in list(self.held.values()) if (t := ref()) is not None)
 
 
 class Memory(StorageWeakRef):
@@ -133,15 +133,15 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value, in order: inside lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
-    if type(value) in FLAT and len(found := [t for t in value if isinstance(t, Tensor)]) == len(value):
-        return found
-    found = []
+    if type(value) in FLAT and len(tensors := [t for t in value if isinstance(t, Tensor)]) == len(value):
+        return tensors
+    tensors = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif _plain_dataclass(leaf):
-            found += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
-    return found
+            tensors += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+    return tensors
 
 
 def constants_in(value: Any) -> list[Any]:

@@ -58,7 +58,7 @@ def check(
         agree(axis, model, {"stages": stages if stages is not None else getattr(model, "stages", None)})
     tensors = itertools.chain(model.parameters(), model.buffers(), tensors_in((args, kwargs)))
     cuda = sorted({t.device.index for t in tensors if t.is_cuda})
-    world = World(model, args, kwargs, data=True, own=[*model.parameters(), *model.buffers()])
+    world = World(model, args, kwargs, data=True, skip=[*model.parameters(), *model.buffers()])
     with world, torch.random.fork_rng(devices=cuda), torch.enable_grad():
         report = Check(model, args, kwargs, axis, stages, thorough, draw).run()
         report.silent = axis.rank > 0 or (report.ok and dist.is_initialized() and dist.get_rank() > 0)
@@ -152,9 +152,9 @@ class Check:
             signature = Signature(self.model, self.root, "the model")
             shorter = smaller(longer, sizes, signature, args, kwargs, lambda a, k: called(self.model, a, k))
             if shorter is not None:
-                own, *cut = shorter
-                changed = [name for name in sizes if own[name] != sizes[name]]
-                report.sizes = [" ".join(f"{name}={s[name]}" for name in changed) for s in (sizes, own)]
+                lengths, *cut = shorter
+                changed = [name for name in sizes if lengths[name] != sizes[name]]
+                report.sizes = [" ".join(f"{name}={s[name]}" for name in changed) for s in (sizes, lengths)]
                 return [(f"{report.sizes[0]}, ", args, kwargs), (f"{report.sizes[1]}, ", *cut)]
             why = "the model took no smaller one"
         report.uncovered.append(f"a second size of the inputs: {why}")
@@ -170,20 +170,20 @@ class Check:
             got = Trial(parallel, args, kwargs, mode.grad, self.axis)
         except Exception as reason:
             return [f"the parallel run raised {type(reason).__name__}: {reason}"]
-        found = compare(got, expected, self.tolerance, numbers=not mode.random)
-        if found.problems and mode.grad and not mode.random:
-            own = rounding(single, args, kwargs, expected, self.tolerance)
-            found = compare(got, expected, self.tolerance, rounding=own)
+        difference = compare(got, expected, self.tolerance, numbers=not mode.random)
+        if difference.problems and mode.grad and not mode.random:
+            errors = rounding(single, args, kwargs, expected, self.tolerance)
+            difference = compare(got, expected, self.tolerance, rounding=errors)
         if not mode.random:
-            report.output = max(report.output or 0.0, found.output)
-            for name, off in found.gradients.items():
+            report.output = max(report.output or 0.0, difference.output)
+            for name, off in difference.gradients.items():
                 report.gradients[name] = max(report.gradients.get(name, 0.0), off)
         moves = {name for name, g in expected.grads.items() if g is not None and g.any()}
         self.moved |= any(bool(t.any()) for t in expected.outputs)
         if mode.grad:
             report.still = (set(expected.grads) if report.still is None else report.still) - moves
-        more = len(found.problems) - 5
-        return found.problems[:5] + [f"and {more} more; report.gradients has all gradients"] * (more > 0)
+        more = len(difference.problems) - 5
+        return difference.problems[:5] + [f"and {more} more; report.gradients has all gradients"] * (more > 0)
 
 
 def _agreed(problems: list[str], axis: Axis) -> bool:
@@ -193,5 +193,5 @@ def _agreed(problems: list[str], axis: Axis) -> bool:
         return False
     everyone: list[Any] = [None] * axis.size
     dist.all_gather_object(everyone, problems, group=axis.mesh.get_group())
-    problems[:] = next(own for own in everyone if own)
+    problems[:] = next(filter(None, everyone))
     return True

@@ -86,26 +86,27 @@ def compare(
 
     rounding: the error of each gradient that comes only from rounding, if known.
     """
-    found = Difference()
+    difference = Difference()
     kinds = [[(t.dtype, tuple(t.shape)) for t in call.outputs] for call in (got, expected)]
     if kinds[0] != kinds[1]:
-        found.problems.append("returns {} instead of {}".format(*(", ".join(_kind(*k) for k in ks) for ks in kinds)))
-    if not numbers or found.problems:
-        return found
-    found.output = max((error(a, b) for a, b in zip(got.outputs, expected.outputs)), default=0.0)
-    if not found.output <= tolerance:
-        found.problems.append(f"outputs differ by {found.output:.1e}")
+        texts = [", ".join(_kind(*k) for k in ks) for ks in kinds]
+        difference.problems.append("returns {} instead of {}".format(*texts))
+    if not numbers or difference.problems:
+        return difference
+    difference.output = max((error(a, b) for a, b in zip(got.outputs, expected.outputs)), default=0.0)
+    if not difference.output <= tolerance:
+        difference.problems.append(f"outputs differ by {difference.output:.1e}")
     if not _same(got.constants, expected.constants):
-        found.problems.append(f"returns {got.constants} beside tensors instead of {expected.constants}")
+        difference.problems.append(f"returns {got.constants} beside tensors instead of {expected.constants}")
     for name, b in expected.buffers.items():
         off = error(got.buffers[name], b) if name in got.buffers else float("inf")
         if not off <= 10 * tolerance:
-            found.problems.append(f"leaves the buffer {name} off by {off:.1e}")
-    found.gradients = dict(gradients(got, expected))
-    for name, off in found.gradients.items():
+            difference.problems.append(f"leaves the buffer {name} off by {off:.1e}")
+    difference.gradients = dict(gradients(got, expected))
+    for name, off in difference.gradients.items():
         if not off <= max(10 * tolerance, ROUNDINGS * (rounding or {}).get(name, 0.0)):
-            found.problems.append(f"the gradient of {name} differs by {off:.1e}")
-    return found
+            difference.problems.append(f"the gradient of {name} differs by {off:.1e}")
+    return difference
 
 
 def gradients(got: Trial, expected: Trial) -> Iterator[tuple[str, float]]:

@@ -20,17 +20,17 @@ from dsp.verify.slices import copied, error
 Cuts = list[Cut | None]
 
 
-def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> list[tuple[Stage, Any, Any]]:
+def recorded(model: nn.Module, stages: list[Stage], args: Any, kwargs: Any) -> list[tuple[Stage, Any, Any]]:
     """The stage calls of a forward, one per stage and signature of arguments."""
     calls: list[tuple[Stage, Any, Any]] = []
     seen: set[Any] = set()
     handles = []
-    for stage in found:
+    for stage in stages:
 
-        def record(module: nn.Module, args: Any, kwargs: Any, own: Stage = stage) -> None:
-            if (key := (own.name, described(args, kwargs))) not in seen:
+        def record(module: nn.Module, args: Any, kwargs: Any, stage: Stage = stage) -> None:
+            if (key := (stage.name, described(args, kwargs))) not in seen:
                 seen.add(key)
-                calls.append((own, *copied(args, kwargs)))
+                calls.append((stage, *copied(args, kwargs)))
 
         handles.append(stage.module.register_forward_pre_hook(record, with_kwargs=True))
     try:
@@ -41,10 +41,10 @@ def recorded(model: nn.Module, found: list[Stage], args: Any, kwargs: Any) -> li
     return calls
 
 
-def unseen(report: Report, found: list[Stage], calls: list[tuple[Stage, Any, Any]], root: Mapping[str, int]) -> None:
+def unseen(report: Report, stages: list[Stage], calls: list[tuple[Stage, Any, Any]], root: Mapping[str, int]) -> None:
     """Report the stages that did not run, and the dims that could not be sliced."""
     ran = {stage.name for stage, *_ in calls}
-    idle = [stage.name for stage in found if stage.name not in ran]
+    idle = [stage.name for stage in stages if stage.name not in ran]
     if idle:
         report.uncovered.append(f"stages that did not run: {some(idle)}")
     short: dict[str, list[str]] = {}
@@ -114,6 +114,6 @@ def sums_off(
 ) -> float:  # fmt: skip
     """The error of the sum of f(slice) over slices that cover the dim."""
     size = sizes[name]
-    calls = [call_part(stage.signature, args, kwargs, cuts, size, *own) for own in slices(size)[:2]]
+    calls = [call_part(stage.signature, args, kwargs, cuts, size, *span) for span in slices(size)[:2]]
     one, two = (run(stage, call.args, call.kwargs) for call in calls)
     return max(error(a + b, w) for a, b, w in zip(one, two, whole))

@@ -29,9 +29,9 @@ class Mode:
 
 def modes_of(model: nn.Module) -> list[Mode]:
     """The modes, with the model's present one first; there, modules that are set to eval mode stay so."""
-    own = [m.training for m in model.modules()]
-    training = Mode("training", True, own if model.training else [True] * len(own))
-    evaluation = Mode("eval", True, [False] * len(own) if model.training else own)
+    flags = [m.training for m in model.modules()]
+    training = Mode("training", True, flags if model.training else [True] * len(flags))
+    evaluation = Mode("eval", True, [False] * len(flags) if model.training else flags)
     return [training, evaluation][:: 1 if model.training else -1] + [Mode("no_grad", False, evaluation.training)]
 
 
@@ -86,8 +86,8 @@ def rounding(model: nn.Module, args: Any, kwargs: Any, expected: Trial, toleranc
 
     If a model computes parts in a shorter dtype, as timestep embeddings often do, gradients depend on the scale.
     """
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for scale in (3.0, 5.0, 7.0):
         for name, off in compare(called(model, args, kwargs, True, scale=scale), expected, tolerance).gradients.items():
-            found[name] = max(found.get(name, 0.0), off)
-    return found
+            errors[name] = max(errors.get(name, 0.0), off)
+    return errors

@@ -44,8 +44,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 def copies(model: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[torch.dtype, nn.Module, Any, Any]]:
     """Copies of a model and its inputs: in float64, then in its own dtype, for a model that cannot run in float64."""
-    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    for dtype in dict.fromkeys((torch.float64, own)):
+    native = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    for dtype in dict.fromkeys((torch.float64, native)):
         yield (dtype, cast(model, dtype), *cast((args, kwargs), dtype))
 
 
@@ -61,17 +61,17 @@ def smaller(
     there is none."""
 
     def cut(some: Sequence[str]) -> tuple[dict[str, int], Any, Any] | None:
-        own, a, k = dict(sizes), args, kwargs
+        lengths, a, k = dict(sizes), args, kwargs
         for name in some:
-            cuts = [cut_for(b.pattern, b.tensor.shape, name, own) for b in signature.bind(a, k)[1]]
-            length = max(2, own[name] * 2 // 3)
-            call = call_part(signature, a, k, cuts, own[name], 0, length)
-            a, k, own[name] = tuple(call.args), call.kwargs, length
+            cuts = [cut_for(b.pattern, b.tensor.shape, name, lengths) for b in signature.bind(a, k)[1]]
+            length = max(2, lengths[name] * 2 // 3)
+            call = call_part(signature, a, k, cuts, lengths[name], 0, length)
+            a, k, lengths[name] = tuple(call.args), call.kwargs, length
         try:
             run(a, k)
         except Exception:
             return None
-        return own, a, k
+        return lengths, a, k
 
     best, taken = None, list[str]()
     # all at once; else first those of equal size, which may have to stay equal, then each alone
@@ -79,8 +79,8 @@ def smaller(
     for some in (list(names), *alike, *([n] for n in names)):
         if set(some) <= set(taken):
             continue
-        if (found := cut(taken + [n for n in some if n not in taken])) is not None:
-            best, taken = found, [*taken, *(n for n in some if n not in taken)]
+        if (shorter := cut(taken + [n for n in some if n not in taken])) is not None:
+            best, taken = shorter, [*taken, *(n for n in some if n not in taken)]
     return best
 
 
@@ -179,8 +179,8 @@ class Probe:
         self.draws = self.recorder()
         self.runs = 0
         args, kwargs = copied(self.args, self.kwargs)
-        found, self.constants = self.run(args, kwargs, self.draws)
-        self.whole = [t.detach() for t in found]
+        outputs, self.constants = self.run(args, kwargs, self.draws)
+        self.whole = [t.detach() for t in outputs]
 
     def recorder(self) -> Any:
         """The recorder of the whole call, for the runs on slices."""
@@ -208,14 +208,14 @@ class Probe:
             try:
                 call = call_part(self.signature, self.args, self.kwargs, cuts, size, start, length)
                 a, k = copied(tuple(call.args), call.kwargs)
-                found, constants = self.run(a, k, Draws(self.draws, size, start, length, outers))
+                outputs, constants = self.run(a, k, Draws(self.draws, size, start, length, outers))
             except Exception:  # a call that fails on a slice is not independent, whatever the reason
                 return None
-            if len(found) != len(self.whole) or not found or constants != self.constants:
+            if len(outputs) != len(self.whole) or not outputs or constants != self.constants:
                 return None
             if places is None:
-                places = [_places(t.shape, w.shape, size, length, outers) for t, w in zip(found, self.whole)]
-            for k, (t, w) in enumerate(zip(found, self.whole)):
+                places = [_places(t.shape, w.shape, size, length, outers) for t, w in zip(outputs, self.whole)]
+            for k, (t, w) in enumerate(zip(outputs, self.whole)):
                 tolerance = TOLERANCE.get(t.dtype, 3e-2)
                 places[k] = [c for c in places[k] if error(t, part(w, c, size, start, length)) <= tolerance]
             if not all(places):
@@ -240,10 +240,10 @@ def copied(args: Any, kwargs: Any) -> Any:
     return remade((args, kwargs), lambda t: t.detach().clone())
 
 
-def _places(own: Any, whole: Any, size: int, length: int, outers: Mapping[int, int]) -> list[Cut]:
-    """Possible cuts along a dim of an output with shape `whole`, and `own` on a slice; the likeliest first."""
-    axes = [d for d in range(len(whole)) if len(own) == len(whole) and own[d] != whole[d]]
-    if len(axes) != 1 or whole[axes[0]] % size or own[axes[0]] * size != whole[axes[0]] * length:
+def _places(part: Any, whole: Any, size: int, length: int, outers: Mapping[int, int]) -> list[Cut]:
+    """Possible cuts along a dim of an output with shape `whole`, and `part` on a slice; the likeliest first."""
+    axes = [d for d in range(len(whole)) if len(part) == len(whole) and part[d] != whole[d]]
+    if len(axes) != 1 or whole[axes[0]] % size or part[axes[0]] * size != whole[axes[0]] * length:
         return []
     rest = whole[axes[0]] // size
     likely = outers.get(whole[axes[0]], 1)
