@@ -59,10 +59,10 @@ class Finding:
 
     state: str
     what: str
-    found: str
+    text: str
 
     def __str__(self) -> str:
-        return f"{self.state:<8} {self.what:<10} {self.found}"
+        return f"{self.state:<8} {self.what:<10} {self.text}"
 
 
 # --------------------------------------------------------------------------------------------------------------- hosts
@@ -109,21 +109,21 @@ def groups_of_sp(world: int, sp: int) -> list[list[int]]:
 def groupings(names: Sequence[str], sp: int) -> dict[str, list[list[int]]]:
     """The groups whose links are measured: name -> disjoint groups of two ranks or more, all at once."""
     hosts = list(hosts_of(names).values())
-    found = {f"sp={sp}": groups_of_sp(len(names), sp)}
-    if sorted(hosts) != found[f"sp={sp}"]:
-        found["within a host"] = hosts
+    links = {f"sp={sp}": groups_of_sp(len(names), sp)}
+    if sorted(hosts) != links[f"sp={sp}"]:
+        links["within a host"] = hosts
     if len(hosts) > 1 and len({len(host) for host in hosts}) == 1:
-        found["between hosts"] = [list(group) for group in zip(*hosts)]
-    return {name: groups for name, groups in found.items() if all(len(group) > 1 for group in groups)}
+        links["between hosts"] = [list(group) for group in zip(*hosts)]
+    return {name: groups for name, groups in links.items() if all(len(group) > 1 for group in groups)}
 
 
 def mesh_of(groups: list[list[int]], device: str) -> DeviceMesh:
     """The 1-D mesh of this rank's group. Collective over all ranks."""
     mine = None
     for group in groups:
-        made = dist.new_group(group)
+        handle = dist.new_group(group)
         if dist.get_rank() in group:
-            mine = DeviceMesh.from_group(made, device, mesh=group, mesh_dim_names=("sp",))
+            mine = DeviceMesh.from_group(handle, device, mesh=group, mesh_dim_names=("sp",))
     assert mine is not None, "every rank is in one group"
     return mine
 
@@ -145,10 +145,10 @@ def versions(device: str) -> dict[str, str]:
 
 def same_versions(everybody: Sequence[dict[str, str]]) -> Finding:
     mixed = {key: sorted({one[key] for one in everybody}) for key in everybody[0]}
-    differ = "; ".join(f"{key} {' and '.join(found)}" for key, found in mixed.items() if len(found) > 1)
+    differ = "; ".join(f"{key} {' and '.join(values)}" for key, values in mixed.items() if len(values) > 1)
     if differ:
         return Finding("FAILED", "versions", f"not the same on every rank: {differ}")
-    text = ", ".join(f"{key} {found[0]}" for key, found in mixed.items() if found != ["none"])
+    text = ", ".join(f"{key} {values[0]}" for key, values in mixed.items() if values != ["none"])
     return Finding("ok", "versions", text)
 
 
@@ -284,9 +284,9 @@ def medians(
     return dict(zip(operations, times.median(1).values.tolist()))
 
 
-def slowest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def slowest(links: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The slowest of the groups that were measured at once."""
-    return min(found, key=lambda one: one["sizes"][-1]["raw"])
+    return min(links, key=lambda one: one["sizes"][-1]["raw"])
 
 
 def judge_link(name: str, link: dict[str, Any], device: str) -> Finding:
@@ -328,10 +328,10 @@ def check(device: str, options: argparse.Namespace) -> dict[str, Any]:
     """The whole check, on every rank; rank 0 prints findings as they come. Returns {"findings", "links", "sp", ...}."""
     findings: list[Finding] = []
 
-    def add(found: Finding) -> None:
-        findings.append(found)
+    def add(finding: Finding) -> None:
+        findings.append(finding)
         if dist.get_rank() == 0:
-            print(found, flush=True)
+            print(finding, flush=True)
 
     names = gathered(socket.gethostname())
     everybody = gathered(versions(device))
@@ -388,16 +388,16 @@ def main(arguments: Sequence[str]) -> int:
     with process_group() as device:
         options.megabytes = sorted(options.megabytes or ([1, 32, 256] if device == "cuda" else [1, 16]))
         try:
-            found = check(device, options)
+            report = check(device, options)
         except ValueError as error:
             if dist.get_rank() == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 2
         if dist.get_rank() == 0:
-            print(f"\n{table(found['links'])}\n\n{verdict(found['findings'])}")
+            print(f"\n{table(report['links'])}\n\n{verdict(report['findings'])}")
             if options.out:
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
-    return int(any(finding["state"] == "FAILED" for finding in found["findings"]))
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(finding["state"] == "FAILED" for finding in report["findings"]))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def choose(
     """
     if not sizes or any(size < 1 for size in sizes):
         raise ValueError(f"sizes, the numbers of ranks, must be at least 1, got {tuple(sizes)}")
-    found, root = stages_of(model, stages)
+    matches, root = stages_of(model, stages)
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     options: dict[str, Any] = {
         "gather_output": False, "dtype": dtype, "hardware": hardware, "recompute": recompute, "wire": wire,
@@ -122,7 +122,7 @@ def choose(
         hardware.axis(size)
 
         def planned(**limit: Any) -> Plan:
-            return plan_stages(model, found, root, args, dict(kwargs or {}), Goal.of(size, **options, **limit))  # noqa: B023
+            return plan_stages(model, matches, root, args, dict(kwargs or {}), Goal.of(size, **options, **limit))  # noqa: B023
 
         plan = planned()
         more = 0 if resident is None else int(resident(size)) - plan.resident

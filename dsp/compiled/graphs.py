@@ -95,7 +95,7 @@ class Graphs:
 
         flat: the arguments, without carriers; trace: records the forward on tensors without data.
         """
-        options, why, traced, again = options_of(flat), "", None, False
+        options, why, traced, retry = options_of(flat), "", None, False
         guards = Guards(self.model, options, self.axis.mesh.device_type)
         drawn = random.getstate(), np.random.get_state()
         with World(self.model, flat):
@@ -103,7 +103,7 @@ class Graphs:
                 with _disable_current_modes(), observing(None), RefuseUnseen():
                     traced = trace()
             except Unfit as reason:
-                why, again = str(reason), isinstance(reason, NotYet)
+                why, retry = str(reason), isinstance(reason, NotYet)
             except Exception as error:
                 log.info("compile: no graph of %s", type(self.model).__name__, exc_info=True)
                 why = f"it cannot be recorded: {type(error).__name__}: {error}"
@@ -113,10 +113,10 @@ class Graphs:
         if drew:
             why = why or "it draws random numbers of Python's or NumPy's"
         # without a graph, or with another graph, a rank might issue its collectives in another order
-        if not same(self.axis, (bool(why), again, traced and collectives(traced.graph.graph))):
-            why, again = why or "another rank could not record it, or recorded it otherwise", False
+        if not same(self.axis, (bool(why), retry, traced and collectives(traced.graph.graph))):
+            why, retry = why or "another rank could not record it, or recorded it otherwise", False
         if traced is None or why:
-            raise NotYet(why) if again else Unfit(why)
+            raise NotYet(why) if retry else Unfit(why)
         return Graph(guards, traced, self.compiled(traced.graph))
 
     def compiled(self, graph: GraphModule) -> Callable[..., Any]:

@@ -72,8 +72,9 @@ def outside(device: str) -> tuple[Any, ...]:
 
 def attributes(held: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """The attributes of objects, other than modules, that modules hold, such as attention processors."""
-    own = {id(v): v for v in held if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, NO_OBJECTS)}
-    return [(v, {k: own_containers(x) for k, x in v.__dict__.items()}) for v in own.values()]
+    objects = [v for v in held if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, NO_OBJECTS)]
+    unique = {id(v): v for v in objects}.values()
+    return [(v, {k: own_containers(x) for k, x in v.__dict__.items()}) for v in unique]
 
 
 class Differ(TorchFunctionMode):

@@ -37,15 +37,15 @@ def hold(graph: GraphModule, weights: Sequence[Tensor]) -> None:
 
 def collectives(graph: torch.fx.Graph) -> list[Any]:
     """The collectives of a graph in order, each with its arguments that are the same on all ranks."""
-    found = []
+    calls = []
     for node in graph.nodes:
         op = node.target
         if isinstance(op, OpOverload) and op.namespace == "dsp" and schema_of(op).name.split("::")[1] in COLLECTIVES:
-            found.append((schema_of(op).name, *filter(told, node.args)))
-    return found
+            calls.append((schema_of(op).name, *filter(constant, node.args)))
+    return calls
 
 
-def told(argument: Any) -> bool:
+def constant(argument: Any) -> bool:
     """Tell whether an argument of a node is a constant: not another node, nor a list of nodes."""
     return isinstance(argument, (int, str)) or (
         isinstance(argument, (list, tuple)) and all(isinstance(a, int) for a in argument)

@@ -43,7 +43,7 @@ class ModelCall(NamedTuple):
 class Events:
     """The events of a call, each with the functions that are called then. One that raises ends the call.
 
-    begin: a call begins; made: a record was made for it, or made again; ready: its record is there, and nothing has
+    begin: a call begins; record: a record was made for it, or made again; ready: its record is there, and nothing has
     been sent; end: it has run, and returns this output; fail: it raised this error; over: it has ended in either way.
     instead: a function that may run a call, with this rank's part of its arguments, in the place of the model's code,
     and return its output; NotImplemented: it does not. Such a call has no end.
@@ -51,7 +51,7 @@ class Events:
 
     def __init__(self) -> None:
         self.begin: list[Callable[[], None]] = []
-        self.made: list[Callable[[ModelCall], None]] = []
+        self.record: list[Callable[[ModelCall], None]] = []
         self.ready: list[Callable[[ModelCall], None]] = []
         self.end: list[Callable[[ModelCall, Any], None]] = []
         self.fail: list[Callable[[BaseException], None]] = []

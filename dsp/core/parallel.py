@@ -168,8 +168,8 @@ class Parallel:
         led = self.led
         record = self.record(key, args, kwargs)
         call = ModelCall(args, kwargs, leaves, spec, key, record)
-        for made in self.events.made if led != self.led else ():
-            made(call)
+        for observe in self.events.record if led != self.led else ():
+            observe(call)
         for ready in self.events.ready:
             ready(call)
         outside: Any = record.driver

@@ -28,7 +28,7 @@ class Advice:
     def __init__(self, parallel: Observed) -> None:
         self.parallel, self.advised = parallel, False
 
-    def made(self, call: ModelCall) -> None:
+    def on_record(self, call: ModelCall) -> None:
         if not call.record.planned:
             log.info("no plan ahead of the run, stages choose greedily: it %s", self.parallel.reason)
         elif not self.advised:
@@ -62,7 +62,7 @@ class Advice:
 
 def advise_on_plans(parallel: Observed, events: Events) -> None:
     """Warn of what a model's first plan leaves to wish for; log why a forward was not planned before it ran."""
-    events.made.append(Advice(parallel).made)
+    events.record.append(Advice(parallel).on_record)
 
 
 def idle_in(record: Record) -> Iterator[tuple[str, str | None, int]]:

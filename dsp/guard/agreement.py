@@ -63,10 +63,10 @@ def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
     values: dict[str, list[int]] = {}
     for rank, facts in zip(dist.get_process_group_ranks(axis.mesh.get_group()), held):
         values.setdefault(facts.get(odd[0], "missing"), []).append(rank)
-    told = ", but ".join(f"{value} on rank{'s' * (len(who) > 1)} {some(who)}" for value, who in values.items())
+    listing = ", but ".join(f"{value} on rank{'s' * (len(who) > 1)} {some(who)}" for value, who in values.items())
     raise RuntimeError(
         "the ranks of one sequence-parallel group called parallelize with different models or options: "
-        f"{odd[0]} is {told}"
+        f"{odd[0]} is {listing}"
         + (f"; {some(odd[1:])} also differ{'s' * (len(odd) == 2)}" if odd[1:] else "")
         + ". Give every rank of the group the same model, stages, options and versions"
     )
@@ -95,7 +95,7 @@ def same_weights(axis: Axis, model: nn.Module) -> None:
 
 def replicated(axis: Axis, model: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters, or their local shards, that are the same on all ranks of the axis, with their names."""
-    found: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     known: dict[Any, bool] = {}
     for name, p in model.named_parameters():
         if isinstance(p, DTensor):
@@ -103,10 +103,10 @@ def replicated(axis: Axis, model: nn.Module) -> list[tuple[str, Tensor]]:
             if kind not in known:
                 known[kind] = copied(axis, p)
             if known[kind] and compared(part := p.to_local().detach()):
-                found.append((name, part))
+                tensors.append((name, part))
         elif compared(p) and not hasattr(p, "_fsdp_flattened"):
-            found.append((name, p.detach()))
-    return found
+            tensors.append((name, p.detach()))
+    return tensors
 
 
 def copied(axis: Axis, p: DTensor) -> bool:
@@ -172,8 +172,8 @@ class Agreement:
         self.numbers: dict[int, Tensor] = {}  # numbers already copied to the device
         self.nothing: Tensor | None = None  # a zero on the device
         self.numbers_of = dict[Record, int]()  # of records that were compared: a hash of what they depend on
-        self.own = np.zeros(ROW, dtype=np.int64)  # the row to send, on the host; `sent` shares its memory
-        self.sent = torch.from_numpy(self.own), torch.zeros(axis.size * ROW, dtype=torch.int64)
+        self.row = np.zeros(ROW, dtype=np.int64)  # the row to send, on the host; `sent` shares its memory
+        self.sent = torch.from_numpy(self.row), torch.zeros(axis.size * ROW, dtype=torch.int64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement:
         # a pending comparison belongs to the original alone
@@ -215,8 +215,8 @@ class Agreement:
             everyone = mine.new_empty(self.axis.size * ROW)
             arrived, answer = self.to_host(all_gather(everyone, mine, self.group), everyone)
         else:
-            self.own[:-1] = on_host(number, whole)
-            self.own[-1] = int(checksum(sums_of(self.axis, weights))) if weights else 0
+            self.row[:-1] = on_host(number, whole)
+            self.row[-1] = int(checksum(sums_of(self.axis, weights))) if weights else 0
             mine, everyone = self.sent
             arrived, answer = all_gather(everyone, mine, self.group).wait, everyone
         self.pending = arrived, answer, (spec, checked), (mine, everyone)

@@ -52,7 +52,7 @@ class Overlaps:
         self.decision, self.size, self.overlap, self.wire = decision, record.n, overlap, wire
         self.reads = reads or record.replans > 0
         self.values, self.nodes = decision.problem.values, decision.nodes
-        self.found: list[Overlapped] = []
+        self.rows: list[Overlapped] = []
         self.moves: dict[Move, int] = {}
         if overlap is None or record.n == 1:
             return
@@ -60,7 +60,7 @@ class Overlaps:
         for at in sorted({*behind, *before}):
             self.decide(at, behind.get(at, []), before.get(at, []))
         if rest:
-            self.found.append(Overlapped("", len(rest), (), reason=NOBODY))
+            self.rows.append(Overlapped("", len(rest), (), reason=NOBODY))
 
     # --- places ---
 
@@ -82,8 +82,8 @@ class Overlaps:
 
     def result(self, m: Move) -> int | None:
         """The number of the result that is switched by its maker in this move; None if it is not."""
-        node, made = self.nodes[m.after], self.decision.problem.ops[m.after].outputs
-        k = made.index(m.value)
+        node, outputs = self.nodes[m.after], self.decision.problem.ops[m.after].outputs
+        k = outputs.index(m.value)
         return k if k < len(node.push) and node.push[k] == m.dst else None
 
     def operand(self, m: Move) -> int | None:
@@ -130,7 +130,7 @@ class Overlaps:
             most = chunk_sizes(node.offer.option.size, self.size)[0]
             counts = [self.overlap] if isinstance(self.overlap, int) else range(2, MOST + 1)
             best = self.best(best, [replace(best, pieces=min(k, most)) for k in counts])
-        self.found.append(best)
+        self.rows.append(best)
         if best.pieces > 1:
             self.moves.update(dict.fromkeys(moves, best.pieces))
             self.cut(node, best.pieces, behind, before)
@@ -188,8 +188,8 @@ class Overlaps:
         for m in before:  # the stage makes the move, not the producer, nor the run before the use
             moved = Relayout(self.decision.bases[m.value], m.src, m.dst)
             node.moves = [other for other in node.moves if other != moved]
-            if m.after >= 0 and (made := self.result(m)) is not None:
-                self.nodes[m.after].push[made] = None
+            if m.after >= 0 and (number := self.result(m)) is not None:
+                self.nodes[m.after].push[number] = None
 
     def part(self, m: Move, count: int, arrives: bool) -> InnerPart:
         """A switch as what an offer sends inside."""
@@ -206,15 +206,15 @@ def reasons(node: Node, offer: Offer, option: Option) -> Iterator[str]:
     assert isinstance(node.call, BoundStage)
     stage, count = node.call.stage, len(node.operands)
     memories = {t.memory for t in node.refs}
-    made = [r.memory for r in node.results]
+    outputs = [r.memory for r in node.results]
     patterns = [p for p in (*stage.pattern.inputs, *stage.pattern.outputs) if option.name in p.names]
     against = {
         "it communicates inside": bool(stage.inside) or stage.around is not None or offer.local is not None,
         "its results are sums, added up over ranks first": option.onto is not None,
         "it draws random numbers": node.draws,
         "it writes to what it keeps or was given": node.stateful or bool(node.writes),
-        "it returns what it was given": any(m in memories for m in made) or any(i < count for i, _ in node.kin),
-        "its results share memory": len({*made}) < len(made),
+        "it returns what it was given": any(m in memories for m in outputs) or any(i < count for i, _ in node.kin),
+        "its results share memory": len({*outputs}) < len(outputs),
         "fully_shard casts its results": casts(stage.module),
         "it returns more than tensors": bool(node.constants),
         "its compile() compiled it: compile its forward instead": compiled(stage.module),
@@ -248,9 +248,9 @@ def sent_in_pieces(
     """Bytes that each rank sends, forward and backward, in a switch in pieces of `src`; of `dst` if it arrives so."""
     held, there = (chunk_sizes(value.extent(cut), n) for cut in (src, dst))
     rest, (sent, back) = value.nbytes // value.itemsize // max(sum(held) * sum(there), 1), ([0] * n, [0] * n)
-    for r, own in enumerate(held):
+    for r, local in enumerate(held):
         for q, part in enumerate(there):
-            cut, other = (part, own) if arrives else (own, part)
+            cut, other = (part, local) if arrives else (local, part)
             for piece in piece_sizes(cut, count) if q != r else ():
                 numbers = piece * other * rest
                 for rank, each, packed in ((r, sent, value.packed[0]), (q, back, value.packed[1])):

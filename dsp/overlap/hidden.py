@@ -51,13 +51,13 @@ class Overlapped:
     def together(self, hardware: Hardware, link: Link) -> float:
         """Seconds of a step in which each piece travels while the next is computed, as far as cores are free for
         both."""
-        found = 0.0
+        total = 0.0
         for p in self.phases:
             compute = (hardware.computing(p.flops, p.touched) + self.more(hardware, p)) / self.pieces
             travel = link.seconds(p.bytes / self.pieces, self.switches)
             beside = hardware.busy * link.seconds(p.bytes / self.pieces, 0)  # latency takes nothing from a core
-            found += compute + (self.pieces - 1) * max(compute + beside, travel) + travel
-        return found
+            total += compute + (self.pieces - 1) * max(compute + beside, travel) + travel
+        return total
 
     def hides(self, hardware: Hardware, size: int) -> float:
         """Seconds of a step that are saved because switches travel while the stage computes."""

@@ -187,16 +187,16 @@ class PieceRun:
 
     def keep(self, i: int, out: Any) -> None:
         """Send the results of a piece, or keep them. A recomputation sends them last, since it may end before that."""
-        planned, own = self.planned, self.of.sizes[i]
+        planned, length = self.planned, self.of.sizes[i]
         tensors = [*map(waited, tensors_in(out))]
         planned.stage.outputs(tensors)
         self.results = self.results or [[] for _ in tensors]
         for k, (t, cut, ref) in enumerate(zip(tensors, planned.offer.gives, planned.node.results)):
             assert cut is not None
             shape = [*ref.shape]
-            shape[cut.dim] = max(own, 1)
+            shape[cut.dim] = max(length, 1)
             refuse_shape(planned.stage, t, shape)
-            self.results[k].append(t if own else t.narrow(cut.dim, 0, 0))
+            self.results[k].append(t if length else t.narrow(cut.dim, 0, 0))
             if k in planned.leaving and not self.recomputes:
                 self.send(k)
 

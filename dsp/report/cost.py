@@ -73,8 +73,8 @@ class Loads:
         full = [self.problem.values[v].nbytes for v, _ in layouts]
         if step.option is not None and step.option.onto:  # each rank's sum has the full size
             parts += full
-        made = step.node.cost.largest
-        return max([*parts, int(made * self.shares[step.at])]), max([*full, made])
+        most = step.node.cost.largest
+        return max([*parts, int(most * self.shares[step.at])]), max([*full, most])
 
     @cached_property
     def flops(self) -> list[int]:
@@ -116,7 +116,7 @@ class Loads:
                 continue
             if largest * self.size < 1.5 * self.longest or self.size == 1:
                 continue
-            if step.node.kind == "operation" and not made(step.node):  # a view, or a read of numbers
+            if step.node.kind == "operation" and not makes(step.node):  # a view, or a read of numbers
                 continue
             key = step.node.name, generic(step.node.module)
             row = rows.get(key, Whole(*key, 0, 0.0, 0))
@@ -124,7 +124,7 @@ class Loads:
         return sorted(rows.values(), key=lambda w: (w.part, w.bytes), reverse=True)
 
 
-def made(node: Node) -> bool:
+def makes(node: Node) -> bool:
     """Tell whether a node makes or writes a tensor."""
     read = {t.memory for t in node.refs}
     return node.in_place or any(r.memory not in read for r in node.results) or node.cost.largest > 0

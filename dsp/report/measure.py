@@ -137,10 +137,10 @@ class Measure(Meter):
         frame, cost, node.inside = checkpoint_frame(), *value[1:]
         itself = isinstance(node.call, BoundStage) and checkpointed(node.call.stage.module.__dict__.get("forward"))
         itself_or_asked = itself or (node.kind == "stage" and self.recompute and torch.is_grad_enabled())
-        again = itself_or_asked or frame is not None
-        first = again and (itself or frame is None or frame is not self.region)
-        cost = cost._replace(recomputed=again, restarts=first and node.kind == "stage", itself=itself_or_asked)
-        node.cost = cost._replace(saved=0) if again else cost  # a checkpoint drops what it saves
+        repeats = itself_or_asked or frame is not None
+        first = repeats and (itself or frame is None or frame is not self.region)
+        cost = cost._replace(recomputed=repeats, restarts=first and node.kind == "stage", itself=itself_or_asked)
+        node.cost = cost._replace(saved=0) if repeats else cost  # a checkpoint drops what it saves
         node.line, node.module, self.region = line_now(), "" if node.kind == "stage" else place(self.paths), frame
         self.compiled |= dict.fromkeys(compiled())
 

@@ -84,9 +84,9 @@ class Names:
     def named(self, ref: Ref) -> Sequence[str]:
         """The letters of a tensor, with the names of its cuts first."""
         letters = [*self.letters.get(ref, [""] * ref.ndim)]
-        known = [(cut, own) for cut, name in self.names[ref.base].items() if name and (own := ref.cut_under(cut))]
-        for cut, own in sorted(known, key=lambda pair: -len(pair[1].pieces(0))):
-            letters[own.dim] = self.names[ref.base][cut]
+        known = [(cut, local) for cut, name in self.names[ref.base].items() if name and (local := ref.cut_under(cut))]
+        for cut, local in sorted(known, key=lambda pair: -len(pair[1].pieces(0))):
+            letters[local.dim] = self.names[ref.base][cut]
         return letters
 
     def letters_of_result(self, node: Node, ref: Ref) -> list[str]:

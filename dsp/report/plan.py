@@ -134,23 +134,23 @@ def plan_stages(
     params = [*model.parameters(), *model.buffers()]
     kinds = RecordOptions(dtype=goal.dtype)
     resident = sum(t.numel() * kinds.dtype_of(t).itemsize for t in {id(t): t for t in params}.values())
-    made = quickest(record, resident, goal, bool(meter.reads))
+    plan = quickest(record, resident, goal, bool(meter.reads))
     staged = {id(m) for stage in stages for m in stage.module.modules()}
     between = [(path, m) for path, m in model.named_modules() if path and id(m) not in staged]
     compiled = [*meter.compiled, *(clean(path) for path, m in between if wraps_compiled(m))]
-    made = replace(
-        made, reads=meter.reads, compiled=compiled, chosen=not any(stage.whole for stage in stages),
+    plan = replace(
+        plan, reads=meter.reads, compiled=compiled, chosen=not any(stage.whole for stage in stages),
         cut_weights=sum(method.cut for stage in stages for method in stage.inside),
     )  # fmt: skip
     if not advise:
-        return made
-    made = replace(made, record=record)
-    if not made.whole:
-        return made
+        return plan
+    plan = replace(plan, record=record)
+    if not plan.whole:
+        return plan
     bound = signature_of(model, root).bind(args, kwargs)[1]
     unnamed = {b.param: b.tensor for b in bound if b.pattern is None}
     replan = lambda named: plan_stages(model, stages, named, args, kwargs, goal)  # noqa: E731
-    return replace(made, remedy=remedy(root, record, unnamed, made, replan))
+    return replace(plan, remedy=remedy(root, record, unnamed, plan, replan))
 
 
 def quickest(record: Record, resident: int, goal: Goal, reads: bool) -> Plan:
@@ -168,7 +168,7 @@ def quickest(record: Record, resident: int, goal: Goal, reads: bool) -> Plan:
     plans = [planned(*first)]
     if any(s.kind == "switch" for s in plans[0].switches):
         plans += [planned(*other) for other in others]
-    return plans[0] if len(plans) == 1 else plans[shortest([(made.wire, made.estimate.step) for made in plans])]
+    return plans[0] if len(plans) == 1 else plans[shortest([(plan.wire, plan.estimate.step) for plan in plans])]
 
 
 def recorded(
@@ -253,7 +253,7 @@ def printed(record: Record, decision: Decision, goal: Goal, wire: Wire, overlaps
         ways=goal.ways,
         links=sent_over_links(routes, PHASES),
         packs=packed(record, planned, wire),
-        overlaps=overlaps.found,
+        overlaps=overlaps.rows,
     )
 
 

@@ -69,9 +69,9 @@ class Whole:
     calls: int = 1
 
     def __str__(self) -> str:
-        again = f", {self.part:.0%} of all FLOPs" if self.part >= 0.005 else ""
+        share = f", {self.part:.0%} of all FLOPs" if self.part >= 0.005 else ""
         where = f" in {self.module}" if self.module else ""
-        return f"{self.name}(){where}{f' ×{self.calls}' if self.calls > 1 else ''} ({human(self.bytes)}{again})"
+        return f"{self.name}(){where}{f' ×{self.calls}' if self.calls > 1 else ''} ({human(self.bytes)}{share})"
 
 
 def every_rank_runs(rows: Sequence[Whole]) -> str:

@@ -70,9 +70,9 @@ def inside_stage(record: Record, node: Node, save_exchanges: bool) -> Iterator[T
     if node.offer is None:
         return
     sends, grad = node.offer.inside.sends, any(node.result_grads)
-    again = grad and node.cost.itself and not save_exchanges
+    repeats = grad and node.cost.itself and not save_exchanges
     phases = ("forward", sends.forward), ("backward", sends.backward if grad else {})
-    for phase, sent in (*phases, ("recompute", sends.recompute if again else {})):
+    for phase, sent in (*phases, ("recompute", sends.recompute if repeats else {})):
         yield from by_modules(record, phase, node, sent)
 
 

@@ -44,7 +44,7 @@ def without_data(
     def fake(t: Tensor) -> Tensor:
         return fake_tensor(mode, t, t.dtype, torch.device(device))
 
-    own = {name: fake(t) for named in (model.named_parameters(), model.named_buffers()) for name, t in named}
+    state = {name: fake(t) for named in (model.named_parameters(), model.named_buffers()) for name, t in named}
     given = remade((tuple(args), dict(kwargs or {})), fake)
     groups = alike(wrapped)
     before = [(module, vars(module).get("forward")) for group in groups for module in group]
@@ -52,7 +52,7 @@ def without_data(
     try:
         with any_device(), mode, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real run warns
-            return functional_call(model, own, *given)
+            return functional_call(model, state, *given)
     finally:
         for module, forward in before:
             del module.forward

@@ -53,7 +53,7 @@ def test_one_host(whole_world, tmp_path):
     (row,) = report["links"]["sp=2"]["sizes"]
     assert row["raw"] > 0
     assert row["switch"] > 0
-    assert any("as planned" in finding["found"] for finding in report["findings"])
+    assert any("as planned" in finding["text"] for finding in report["findings"])
 
 
 def test_two_hosts(whole_world, tmp_path):
@@ -68,9 +68,9 @@ def test_two_hosts(whole_world, tmp_path):
     report, bad = found(across)
     assert list(report["links"]) == ["sp=4", "within a host", "between hosts"]
     assert [finding["what"] for finding in bad["warning"]] == ["hosts"]
-    assert "sp=4 crosses hosts in 1 of 1 groups (ranks 0 to 3 first)" in bad["warning"][0]["found"]
-    assert "sp=2 would stay within a host" in bad["warning"][0]["found"]
-    assert [f["found"] for f in report["findings"] if "route='auto' switches over 2 nodes of 2: " in f["found"]]
+    assert "sp=4 crosses hosts in 1 of 1 groups (ranks 0 to 3 first)" in bad["warning"][0]["text"]
+    assert "sp=2 would stay within a host" in bad["warning"][0]["text"]
+    assert [f["text"] for f in report["findings"] if "route='auto' switches over 2 nodes of 2: " in f["text"]]
 
 
 @pytest.mark.slow
@@ -79,8 +79,8 @@ def test_what_is_wrong_is_found(whole_world, tmp_path):
     assert whole_world(run_here, 4, ["--out", str(out)], ["a"] * 4, True) == [1] * 4
     _, bad = found(out)
     assert [finding["what"] for finding in bad["FAILED"]] == ["exactness", "exactness", "bytes"]
-    assert "NOT OK" in bad["FAILED"][0]["found"]
-    assert "planned were 1 and 1" in bad["FAILED"][2]["found"]
+    assert "NOT OK" in bad["FAILED"][0]["text"]
+    assert "planned were 1 and 1" in bad["FAILED"][2]["text"]
 
 
 def test_versions_are_the_same_everywhere():
@@ -88,7 +88,7 @@ def test_versions_are_the_same_everywhere():
     one = {"python": "3.11.7", "torch": "2.13.0", "nccl": "none"}
     assert str(check.same_versions([one, one])).split(maxsplit=2) == ["ok", "versions", "python 3.11.7, torch 2.13.0"]
     mixed = check.same_versions([one, one | {"torch": "2.12.1"}])
-    assert (mixed.state, mixed.found) == ("FAILED", "not the same on every rank: torch 2.12.1 and 2.13.0")
+    assert (mixed.state, mixed.text) == ("FAILED", "not the same on every rank: torch 2.12.1 and 2.13.0")
 
 
 def test_layouts_on_paper():
@@ -97,11 +97,11 @@ def test_layouts_on_paper():
     assert sp == 8
     assert [finding.state for finding in findings] == ["ok", "ok"]
     sp, findings = check.layout(["a"] * 3 + ["b"] * 5, 2)
-    assert "3 to 5 ranks each" in findings[0].found
-    assert "crosses hosts in 1 of 4 groups (ranks 2 to 3 first)" in findings[1].found
-    assert "sp=1 would stay" in findings[1].found
+    assert "3 to 5 ranks each" in findings[0].text
+    assert "crosses hosts in 1 of 4 groups (ranks 2 to 3 first)" in findings[1].text
+    assert "sp=1 would stay" in findings[1].text
     _, findings = check.layout(["a", "b"] * 2, 2)
-    assert any("not consecutive" in finding.found for finding in findings)
+    assert any("not consecutive" in finding.text for finding in findings)
     with pytest.raises(ValueError, match="--sp 3 must divide the number of ranks, 4"):
         check.layout(["a"] * 4, 3)
     assert check.groupings(["a", "b"], 1) == {"between hosts": [[0, 1]]}
