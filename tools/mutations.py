@@ -527,7 +527,7 @@ FAULTS = [
     Fault(
         "what missed a write is read as it was",
         "dsp/core/writes.py",
-        "                stale(x, who, own)",
+        "                stale(x, who, ref)",
         "                pass",
         "dsp/core/test_shared_memory dsp/core/test_unmarked_writes dsp/core/test_random_models",
     ),
@@ -583,8 +583,8 @@ FAULTS = [
     Fault(
         "a number is read as it was before a write",
         "dsp/core/reads.py",
-        "UNKNOWN if made is None or memory(t) in self.written else made",
-        "UNKNOWN if made is None else made",
+        "UNKNOWN if origin is None or memory(t) in self.written else origin",
+        "UNKNOWN if origin is None else origin",
         "dsp/core/test_reads",
     ),
     Fault(

@@ -93,7 +93,7 @@ class Gradients:
     def finish(self, outputs: Sequence[Tensor]) -> set[Edge]:
         """Tell nodes which of their tensors get a gradient from the outputs; return all edges that do."""
         reached = leading_to(map(edge, outputs))
-        made = {e for _, _, results in self.edges for e in results}
+        edges = {e for _, _, results in self.edges for e in results}
         read = self.read_after_write(reached)
         for node, operands, results in self.edges:
             refs: list[Ref | None] = [*node.results] or [None] * len(results)
@@ -102,7 +102,7 @@ class Gradients:
             if any(later):
                 node.operand_grads = tuple(e is not None for e in operands)
                 continue
-            entered = reached if node.kind != "operation" else reached & behind(results, {*operands}, made, reached)
+            entered = reached if node.kind != "operation" else reached & behind(results, {*operands}, edges, reached)
             node.operand_grads = tuple(e in entered for e in operands)
         return reached
 
@@ -118,16 +118,16 @@ class Gradients:
 
 
 def behind(
-    results: Sequence[Edge | None], operands: set[Edge | None], made: set[Edge | None], reached: set[Edge]
+    results: Sequence[Edge | None], operands: set[Edge | None], edges: set[Edge | None], reached: set[Edge]
 ) -> set[Edge]:
-    """The edges of an operation's operands to which a gradient of its results goes on; made: edges of any results."""
+    """The edges of an operation's operands to which a gradient of its results goes on; edges: those of any results."""
     begin = {e for e in results if e is not None and e in reached}
-    waiting, seen, found = [*begin], set[Edge](), set[Edge]()
+    waiting, seen, entries = [*begin], set[Edge](), set[Edge]()
     while waiting:
         e = waiting.pop()
         if e in operands:
-            found.add(e)
-        if e not in seen and (e in begin or not (e in made or e in operands)):
+            entries.add(e)
+        if e not in seen and (e in begin or not (e in edges or e in operands)):
             seen.add(e)
             waiting += [(node, k) for node, k in e[0].next_functions if node is not None]
-    return found
+    return entries

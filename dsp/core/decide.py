@@ -134,9 +134,9 @@ def replicate_before_outputs(nodes: Sequence[Node]) -> None:
     but gathered outputs is made of their results: these are replicated anyway."""
     elsewhere: set[Base] = set()  # bases of which something else is made
     for node in reversed(nodes):
-        made = {*written_bases(node), *(r.base for r in node.results)}
+        bases = {*written_bases(node), *(r.base for r in node.results)}
         cheap = node.rearranges or (bool(node.bases) and all(v.free for v in node.bases))
-        if node.kind == "operation" and cheap and made.isdisjoint(elsewhere):
+        if node.kind == "operation" and cheap and bases.isdisjoint(elsewhere):
             if all(any(o.needs) for o in node.offers):
                 node.offers.append(replicated(node, len(node.results)))
         elif node.kind != "output":

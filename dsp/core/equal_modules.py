@@ -97,17 +97,17 @@ class _Reader:
             return self.order[id(module)]
         self.nth(module)
         state = module.__dict__
-        own: list[Hashable] = [(k, self.read(v)) for k, v in state.items() if k not in APART]
+        facts: list[Hashable] = [(k, self.read(v)) for k, v in state.items() if k not in APART]
         if any(not foreign(h) for k in ("_forward_hooks", "_forward_pre_hooks") for h in state[k].values()):
-            own.append(id(module))  # a hook may do anything, so no other module is equal
+            facts.append(id(module))  # a hook may do anything, so no other module is equal
         tensors = [
             (k, None if t is None else (tuple(t.shape), t.dtype, t.device, t.requires_grad, type(t), self.nth(t)))
             for group in ("_parameters", "_buffers")
             for k, t in state[group].items()
         ]
-        own += [contents(t) for t in state["_buffers"].values() if self.buffers and t is not None]
+        facts += [contents(t) for t in state["_buffers"].values() if self.buffers and t is not None]
         children = [(k, None if m is None else self.module(m)) for k, m in state["_modules"].items()]
-        return type(module), tuple(own), tuple(tensors), tuple(children)
+        return type(module), tuple(facts), tuple(tensors), tuple(children)
 
 
 def contents(buffer: Tensor) -> Hashable:
@@ -154,16 +154,16 @@ def call_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Any]]:
     return (reader.read(args), reader.read(kwargs), mode), reader.kept
 
 
-class _Made(torch.autograd.Function):
+class _Outputs(torch.autograd.Function):
     """New fake tensors that autograd sees as computed from the inputs of a stage and from its weights (`anchor`)."""
 
     @staticmethod
     def forward(ctx: Any, like: list[Any], saves: int, anchor: Tensor, *inputs: Tensor) -> Any:
-        made = _made(like)
+        outputs = _empty(like)
         ctx.save_for_backward(*[torch.empty(0) for _ in range(saves)])
-        ctx.mark_non_differentiable(*(t for t, (*_, grad) in zip(made, like) if not grad))
+        ctx.mark_non_differentiable(*(t for t, (*_, grad) in zip(outputs, like) if not grad))
         ctx.given = [(t.shape, t.dtype, t.device) for t in inputs]
-        return made
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -176,7 +176,7 @@ class _Made(torch.autograd.Function):
         )
 
 
-def _made(like: list[Any]) -> tuple[Tensor, ...]:
+def _empty(like: list[Any]) -> tuple[Tensor, ...]:
     return tuple(torch.empty_strided(*place, **kind) for *place, kind, _ in like)
 
 
@@ -195,8 +195,8 @@ class StageOutput:
         """The output of a call with these inputs."""
         anchored = any(grad for *_, grad in self.like)
         anchor = torch.empty(0, requires_grad=True)
-        made = _Made.apply(self.like, self.saves, anchor, *inputs) if anchored else _made(self.like)
-        every = (*inputs, *made)
+        outputs = _Outputs.apply(self.like, self.saves, anchor, *inputs) if anchored else _empty(self.like)
+        every = (*inputs, *outputs)
         leaves = [value if at is None else every[at] for value, at in zip(self.values, self.tensors)]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -204,7 +204,7 @@ class StageOutput:
 def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> StageOutput | None:
     """A recipe for this output; None if it has anything but plain new tensors, inputs and values."""
     leaves, spec = pytree.tree_flatten(output)
-    found, every = StageOutput(kept, spec, [], [], []), list(inputs)
+    new, every = StageOutput(kept, spec, [], [], []), list(inputs)
     storages = {storage_id(t.untyped_storage()) for t in inputs}
     for leaf in leaves:
         at = next((i for i, t in enumerate(every) if t is leaf), None)
@@ -217,22 +217,22 @@ def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> StageOutput | 
             at = len(every)
             every.append(leaf)
             kind = {"dtype": leaf.dtype, "device": leaf.device}
-            found.like.append((tuple(leaf.shape), leaf.stride(), kind, leaf.requires_grad))
+            new.like.append((tuple(leaf.shape), leaf.stride(), kind, leaf.requires_grad))
         elif at is None and type(leaf) not in VALUES:
             return None
-        found.values.append(leaf if at is None else None)
-        found.tensors.append(at)
-    return found
+        new.values.append(leaf if at is None else None)
+        new.tensors.append(at)
+    return new
 
 
 def once(
     groups: Iterable[Iterable[nn.Module]],
     first: Callable[[list[Tensor], list[Tensor]], Any],
-    again: Callable[[Any, list[Tensor], list[Tensor]], None],
+    repeat: Callable[[Any, list[Tensor], list[Tensor]], None],
 ) -> None:
     """Let equal calls of a group's modules, which are on fake tensors, run once: their forwards are replaced.
 
-    `first(inputs, outputs)` is called for a call that ran and returns a note; `again(note, inputs, outputs)` is called
+    `first(inputs, outputs)` is called for a call that ran and returns a note; `repeat(note, inputs, outputs)` is called
     for a call that did not run, with outputs made like those of the first.
     """
     known: dict[Hashable, tuple[StageOutput, Any]] = {}
@@ -244,9 +244,9 @@ def once(
             called = called, frame is None
             saved = 0 if frame is None else saved_in(frame)
             inputs = tensors_in((args, kwargs))
-            if (found := known.get((twin, called))) is not None:
-                output = found[0].make(inputs)
-                again(found[1], inputs, tensors_in(output))
+            if (entry := known.get((twin, called))) is not None:
+                output = entry[0].make(inputs)
+                repeat(entry[1], inputs, tensors_in(output))
                 return output
             before = [version(t) for t in inputs]
             output = forward(*args, **kwargs)

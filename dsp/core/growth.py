@@ -60,10 +60,10 @@ class NodeCopies:
     def __init__(self, record: Record) -> None:
         results = (r for node in record.nodes for r in node.results)
         same = {"base": None, "maker": None, "gradient": None}
-        own = {*record.inputs.values(), *record.persistent.values(), *results}
-        self.refs = {r: replace(r, **same, view_cuts={}) for r in own}  # type: ignore[arg-type]
+        inside = {*record.inputs.values(), *record.persistent.values(), *results}
+        self.refs = {r: replace(r, **same, view_cuts={}) for r in inside}  # type: ignore[arg-type]
         read = (t for node in record.nodes for t in node.refs)
-        self.foreign = dict.fromkeys(t for t in read if t not in own)
+        self.foreign = dict.fromkeys(t for t in read if t not in inside)
 
     def of(self, t: Operand) -> Any:
         """The copy of a reference; an operand that is none, or of another record, itself."""

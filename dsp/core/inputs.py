@@ -82,10 +82,10 @@ def enter_sharded(record: Record) -> None:
         ref = record.inputs[param]
         sizes = {name: cut_for(pattern, ref.shape, name, record.sizes) for name in pattern.names}
         cuts[param] = {name: cut for name, cut in sizes.items() if cut in ref.base.cuts}
-    names = {name for found in cuts.values() for name in found}
+    names = {name for by_name in cuts.values() for name in by_name}
     if names:
         along = max(sorted(names), key=lambda name: (name not in BATCH_NAMES, record.sizes[name]))
-        record.entry.update({param: found[along] for param, found in cuts.items() if along in found})
+        record.entry.update({param: by_name[along] for param, by_name in cuts.items() if along in by_name})
 
 
 def carried_inputs(record: Record, signature: Signature, args: Any, kwargs: Any, sharded: Mapping[str, Cut]) -> Any:

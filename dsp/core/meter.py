@@ -117,7 +117,7 @@ class NodeMeter(TorchDispatchMode):
         self.notes.append([])
         return self.notes[-1]
 
-    def again(self, note: list[Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def repeat(self, note: list[Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Take what was noted of an equal call, which does not run again."""
         self.equal = note
 
@@ -148,11 +148,11 @@ class Meter(NodeMeter):
             self.flops += int(op.flops(*args, **kwargs, out_val=out) * self.part)
         if op.draws and not undropped(func, args, kwargs):
             self.random = True
-        if op.touches and (made := tensors_in(out)):
+        if op.touches and (outputs := tensors_in(out)):
             self.operations += 1
             self.heaviest = self.heaviest or func.overloadpacket.__name__.strip("_")
             # an expanded tensor has less memory than its size
-            strided = (t for t in tensors_in((args, kwargs)) + made if t.layout == torch.strided)
+            strided = (t for t in tensors_in((args, kwargs)) + outputs if t.layout == torch.strided)
             sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in strided)
             self.touched[self.inside > 0] += sum(sizes)
         if not op.makes:
@@ -174,8 +174,8 @@ class Meter(NodeMeter):
         if release is not None and (held := release.detach()) is not None:
             self.releases[alias] = weakref.finalize(alias, held[1], *held[2])
 
-    def _freed(self, size: int, made: int) -> None:
-        if made == self.round:
+    def _freed(self, size: int, turn: int) -> None:
+        if turn == self.round:
             self.live -= size
 
 

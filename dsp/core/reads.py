@@ -19,7 +19,7 @@ UNKNOWN = object()  # in the place of a tensor of which nobody knows how it was 
 UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
-class Made(NamedTuple):
+class Origin(NamedTuple):
     """The call that made a tensor without data, with such calls, or tensors with data, in the place of tensors."""
 
     func: OpOverload
@@ -37,14 +37,14 @@ class Reads:
     made."""
 
     def __init__(self) -> None:
-        self.made: ByTensor[Any] = ByTensor()
+        self.origins: ByTensor[Any] = ByTensor()
         self.written: set[Memory] = set()
         self.longest = 1
 
     def add(self, fake: Tensor, t: Tensor) -> None:
         """Add the tensor for which one without data stands."""
         if type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta and fake.dtype == t.dtype:
-            self.made[fake] = t.detach()
+            self.origins[fake] = t.detach()
             self.longest = max(self.longest, t.numel())
 
     def note(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
@@ -56,25 +56,25 @@ class Reads:
         args, kwargs = pytree.tree_map_only(Tensor, self.source, (args, kwargs))
         for place, t in enumerate(pytree.tree_leaves(out)):
             if isinstance(t, FakeTensor):
-                self.made[t] = Made(func, args, kwargs, place)
+                self.origins[t] = Origin(func, args, kwargs, place)
 
     def source(self, t: Tensor) -> Any:
         """The tensor with data, or the call that makes it."""
         if not isinstance(t, FakeTensor):
             return t.detach() if type(t) is Tensor else UNKNOWN
-        made = self.made.get(t)
-        return UNKNOWN if made is None or memory(t) in self.written else made
+        origin = self.origins.get(t)
+        return UNKNOWN if origin is None or memory(t) in self.written else origin
 
     def result(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """The result of a call that reads numbers. Raises `Unread` if they are not those of inputs or parameters."""
         args, kwargs = pytree.tree_map_only(Tensor, self.source, (args, kwargs))
         with torch.no_grad():
-            return self.computed(Made(func, args, kwargs, 0), {}, whole=True)
+            return self.computed(Origin(func, args, kwargs, 0), {}, whole=True)
 
     def computed(self, source: Any, known: dict[int, Any], whole: bool = False) -> Any:
         if source is UNKNOWN:
             raise Unread
-        if not isinstance(source, Made):
+        if not isinstance(source, Origin):
             return source
         if id(source) not in known:
             func = source.func
@@ -83,9 +83,9 @@ class Reads:
                 raise Unread
 
             def value(v: Any) -> Any:
-                return self.computed(v, known) if v is UNKNOWN or isinstance(v, Made) else v
+                return self.computed(v, known) if v is UNKNOWN or isinstance(v, Origin) else v
 
-            leaf = lambda v: isinstance(v, Made)  # noqa: E731 (a named tuple is a tree, too)
+            leaf = lambda v: isinstance(v, Origin)  # noqa: E731 (a named tuple is a tree, too)
             leaves, spec = pytree.tree_flatten((source.args, source.kwargs), is_leaf=leaf)
             args, kwargs = pytree.tree_unflatten([*map(value, leaves)], spec)
             known[id(source)] = func(*args, **kwargs)

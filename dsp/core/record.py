@@ -160,8 +160,8 @@ class Offer:
     @property
     def nbytes(self) -> int:
         """Bytes that the busiest rank sends inside."""
-        own = max(map(sum, zip(*[part.sent for c in self.inner for part in c.parts])), default=0)
-        return own + sum(nbytes for nbytes, _ in self.inside.sends.forward.values())
+        inner = max(map(sum, zip(*[part.sent for c in self.inner for part in c.parts])), default=0)
+        return inner + sum(nbytes for nbytes, _ in self.inside.sends.forward.values())
 
     @property
     def calls(self) -> int:

@@ -313,7 +313,7 @@ def attempt(
     persistent = PersistentTensors(record, copies.full, clone.module, args, kwargs)
     meter = options.meter(record, clone.module, copies.by_id.values())
     recorder = record.driver = Recorder(record, meter, persistent.tensors, clone.state_of)
-    once(clone.groups, meter.first, meter.again)
+    once(clone.groups, meter.first, meter.repeat)
     tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     try:
         world_of = World(model, *inputs, data=options.data, skip=tensors)

@@ -33,8 +33,8 @@ class GlueError(RuntimeError):
 
 def instead_of(name: str) -> str:
     """The advice to make a new tensor, for the name of an operation that changes its tensor in place; "" for others."""
-    own, in_place, _ = name.partition("_in_place")
-    return f"Make a new tensor instead, as in y = y.{own}(...)" if in_place else ""
+    plain, in_place, _ = name.partition("_in_place")
+    return f"Make a new tensor instead, as in y = y.{plain}(...)" if in_place else ""
 
 
 @dataclass(eq=False)
@@ -51,24 +51,24 @@ class Operand:
 
 def tensor_args(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among an operation's arguments, in the order in which `Frame` numbers them."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, torch.Tensor):
-            found.append(a)
+            tensors.append(a)
         elif type(a) in (list, tuple):
-            found.extend(tensor_args(a, {}))
-    return found
+            tensors.extend(tensor_args(a, {}))
+    return tensors
 
 
 @lru_cache(maxsize=8192)
 def positions(func: Any) -> tuple[tuple[str, ...], ...]:
     """The names of a function's positional arguments, for each form in which it may be called."""
-    found = [[a.name for a in schema.arguments if not a.kwarg_only] for schema in schemas(func)]
-    if not found:
+    signatures = [[a.name for a in schema.arguments if not a.kwarg_only] for schema in schemas(func)]
+    if not signatures:
         with suppress(TypeError, ValueError):
             kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
-            found = [[p.name for p in inspect.signature(func).parameters.values() if p.kind in kinds]]
-    return tuple(dict.fromkeys(tuple("input" if name == "self" else name for name in names) for names in found))
+            signatures = [[p.name for p in inspect.signature(func).parameters.values() if p.kind in kinds]]
+    return tuple(dict.fromkeys(tuple("input" if name == "self" else name for name in names) for names in signatures))
 
 
 NUMBERS = frozenset({bool, int, float, str, type(None), torch.dtype})  # types of values that hold no tensor

@@ -115,23 +115,23 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
     def get(position: int | None, name: str, default: Any = None) -> Any:
         return args[position] if position is not None and len(args) > position else kwargs.get(name, default)
 
-    found = tensor_args([kwargs.get("out")], {})
+    tensors = tensor_args([kwargs.get("out")], {})
     for position, name, flags in written_arguments(func):
         if not flags or any(get(*flag) for flag in flags):
-            found += tensor_args([get(position, name)], {})
-    return found
+            tensors += tensor_args([get(position, name)], {})
+    return tensors
 
 
 @lru_cache(maxsize=8192)
 def written_arguments(func: Any) -> tuple[Written, ...]:
     """The arguments that a function writes into, without `out`."""
-    found = {w.name: w for w in _by_name(func, parameters(func))} if not schemas(func) else {}
+    arguments = {w.name: w for w in _by_name(func, parameters(func))} if not schemas(func) else {}
     for schema in schemas(func):
         names = {a.name: (None if a.kwarg_only else i, a.default_value) for i, a in enumerate(schema.arguments)}
         marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        found |= {name: Written(names[name][0], name) for name in marked}
-        found |= {w.name: w for w in _by_name(func, names)}
-    return tuple(found.values())
+        arguments |= {name: Written(names[name][0], name) for name in marked}
+        arguments |= {w.name: w for w in _by_name(func, names)}
+    return tuple(arguments.values())
 
 
 def _by_name(func: Any, names: Mapping[str, tuple[int | None, Any]]) -> tuple[Written, ...]:
@@ -146,23 +146,23 @@ def _by_name(func: Any, names: Mapping[str, tuple[int | None, Any]]) -> tuple[Wr
     def flags(*wanted: str) -> tuple[tuple[int, str, Any], ...]:
         return tuple((names[n][0], n, names[n][1]) for n in wanted if n in names)  # type: ignore[misc]
 
-    found = [Written(names[n][0], n, flags(*by)) for n, by in STATISTICS.items() if n in names]
+    arguments = [Written(names[n][0], n, flags(*by)) for n, by in STATISTICS.items() if n in names]
     if "inplace" in names:
-        found.append(Written(0, first, flags("inplace")))
+        arguments.append(Written(0, first, flags("inplace")))
     if "max_norm" in names:
-        found.append(Written(1, "weight", flags("max_norm")))
-    return tuple(found)
+        arguments.append(Written(1, "weight", flags("max_norm")))
+    return tuple(arguments)
 
 
 def parameters(func: Any) -> dict[str, tuple[int | None, Any]]:
     """The position and default of each argument of a Python function; none for one that has no signature."""
     try:
-        found = inspect.signature(func).parameters.values()
+        arguments = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):
         return {}
     return {
         p.name: (None if p.kind is p.KEYWORD_ONLY else i, None if p.default is p.empty else p.default)
-        for i, p in enumerate(found)
+        for i, p in enumerate(arguments)
     }
 
 

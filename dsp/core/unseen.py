@@ -99,13 +99,13 @@ def covered(t: Tensor) -> Tensor:
 
 def behind(node: Any) -> set[Any]:
     """An autograd node with all from which its gradient goes on."""
-    found, waiting = set[Any](), [node]
+    nodes, waiting = set[Any](), [node]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in nodes:
+            nodes.add(node)
             waiting += [n for n, _ in node.next_functions]
-    return found
+    return nodes
 
 
 def refuse_function(function: Any) -> None:

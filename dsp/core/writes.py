@@ -55,13 +55,13 @@ def written_operands(func: Any, what: Any, args: Any, kwargs: Any) -> tuple[int,
 def kin_of(operands: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """The results that have elements in common with others: the number of the first such tensor among the operands and
     the results, counted in both, and the number of the result."""
-    found, memories = [], [*map(memory, (*operands, *results))]
+    kin, memories = [], [*map(memory, (*operands, *results))]
     for k, r in enumerate(results, len(operands)):
         every = zip((*operands, *results), memories[:k])
         first = next((i for i, (t, m) in enumerate(every) if m == memories[k] and overlap(t, r)), None)
         if first is not None:
-            found.append((first, k - len(operands)))
-    return tuple(found)
+            kin.append((first, k - len(operands)))
+    return tuple(kin)
 
 
 def on_meta(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]] | None:
@@ -232,7 +232,7 @@ def miss(who: str, t: Carrier, into: Any) -> None:
     One in other memory is from now on its copy in that memory; without such a copy it is stale. into None: all are.
     """
     base_of(t).copies = None
-    own = weakref.ref(t)
+    ref = weakref.ref(t)
     for x in (x() for x in t.family or ()):
         if x is None or x is t or type(x) is Stale or (x.siblings is not None and x.siblings is t.siblings):
             continue
@@ -240,7 +240,7 @@ def miss(who: str, t: Carrier, into: Any) -> None:
             if (same := copy_in(x, t, into)) is not None:
                 move(x, *same)
             elif plain(x).numel():
-                stale(x, who, own)
+                stale(x, who, ref)
         base_of(x).copies = None
 
 
