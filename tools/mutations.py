@@ -702,8 +702,8 @@ def pytest(copy: Path, *arguments: str) -> str | None:
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if done.returncode in (0, 5):  # 5: no test was chosen
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.M)
-    return found[1] if found else f"pytest ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
+    match = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.M)
+    return match[1] if match else f"pytest ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
 
 
 def named(fault: Fault) -> list[str]:
@@ -736,15 +736,15 @@ def main() -> int:
                 print(f"{fault.file} has {sound.count(fault.text)} times, not once: {fault.text}")
                 return 1
             path.write_text(sound.replace(fault.text, fault.instead))
-            found = pytest(copy, *named(fault))
-            if not (found or options.once):
-                found = pytest(copy, *(f"--ignore={name}" for name in named(fault) if "::" not in name))
-            if found is None:
+            failure = pytest(copy, *named(fault))
+            if not (failure or options.once):
+                failure = pytest(copy, *(f"--ignore={name}" for name in named(fault) if "::" not in name))
+            if failure is None:
                 missed.append(fault.name)
                 if options.slow and (slow := pytest(copy, "-m", "slow")):
-                    found = f"(slow) {slow}"
+                    failure = f"(slow) {slow}"
             path.write_text(sound)
-            print(f"{'found ' if found else 'MISSED'}  {fault.name}: {found}", flush=True)
+            print(f"{'found ' if failure else 'MISSED'}  {fault.name}: {failure}", flush=True)
     print(f"{len(faults) - len(missed)} of {len(faults)} found by {'the tests named' if options.once else 'the suite'}")
     return int(10 * len(missed) > len(faults))
 

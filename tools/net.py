@@ -24,38 +24,38 @@ import dsp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-Made = tuple[nn.Module, dict[str, Any], Any]  # a model, its inputs and its stages (None: its own)
+Case = tuple[nn.Module, dict[str, Any], Any]  # a model, its inputs and its stages (None: its own)
 
 
-def zoo_models() -> Iterator[tuple[str, Callable[[], Made]]]:
+def zoo_models() -> Iterator[tuple[str, Callable[[], Case]]]:
     from tests.support import cases
 
-    def made(case: str) -> Made:
+    def build(case: str) -> Case:
         model = cases.build(case)
         return model, cases.doubled(cases.example(model, 2, frames=7, height=6, width=10)), None
 
     for case in cases.CASES | cases.PROTEINS:
-        yield f"zoo/{case}", lambda case=case: made(case)  # type: ignore[misc]
+        yield f"zoo/{case}", lambda case=case: build(case)  # type: ignore[misc]
 
 
-def diffusers_models() -> Iterator[tuple[str, Callable[[], Made]]]:
+def diffusers_models() -> Iterator[tuple[str, Callable[[], Case]]]:
     from tests.support import known_models as cases
 
     for name, case in (cases.CASES | cases.OTHER_FIELDS).items():
         yield f"diffusers/{name}", lambda case=case: (*cases.made(case), {"": case.line})  # type: ignore[misc]
 
 
-def toys() -> Iterator[tuple[str, Callable[[], Made]]]:
+def toys() -> Iterator[tuple[str, Callable[[], Case]]]:
     from tests.support import toys as cases
 
     for name in cases.TOYS:
         yield f"toy/{name}", lambda name=name: (cases.make(name), cases.inputs(name, 2, 7, 6), None)  # type: ignore[misc]
 
 
-def programs(count: int) -> Iterator[tuple[str, Callable[[], Made]]]:
+def programs(count: int) -> Iterator[tuple[str, Callable[[], Case]]]:
     from tools.fuzz import programs as cases
 
-    def made(seed: int) -> Made:
+    def build(seed: int) -> Case:
         with cases.float64():
             model = cases.build(cases.generate(seed))
             inputs = cases.inputs_of(model)
@@ -63,27 +63,27 @@ def programs(count: int) -> Iterator[tuple[str, Callable[[], Made]]]:
             return model, cases.leaves_of(inputs), model.stages
 
     for seed in range(count):
-        yield f"program/{seed}", lambda seed=seed: made(seed)  # type: ignore[misc]
+        yield f"program/{seed}", lambda seed=seed: build(seed)  # type: ignore[misc]
 
 
-def numbers(make: Callable[[], Made]) -> dict[str, Any]:
+def numbers(make: Callable[[], Case]) -> dict[str, Any]:
     """The numbers of a model's plans, by ranks and whether its output is gathered."""
     model, inputs, stages = make()
-    found: dict[str, Any] = {}
+    plans: dict[str, Any] = {}
     for n in (2, 3, 4):
         for gather in (True, False):
             try:
                 plan = dsp.plan(copy.deepcopy(model), kwargs=inputs, size=n, stages=stages, gather_output=gather)
-                sends = {phase: {kind: [*own] for kind, own in kinds.items()} for phase, kinds in plan.sends.items()}
-                found[f"{n} gathered" if gather else f"{n}"] = {"sends": sends, "peak": plan.peak, "exact": plan.exact}
+                sends = {phase: {kind: [*sent] for kind, sent in kinds.items()} for phase, kinds in plan.sends.items()}
+                plans[f"{n} gathered" if gather else f"{n}"] = {"sends": sends, "peak": plan.peak, "exact": plan.exact}
             except Exception as error:
-                found[f"{n} gathered" if gather else f"{n}"] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return found
+                plans[f"{n} gathered" if gather else f"{n}"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return plans
 
 
-def totals(found: Any) -> tuple[int, int]:
+def totals(plan: Any) -> tuple[int, int]:
     """Bytes and calls of a step."""
-    sends = [own for kinds in found["sends"].values() for own in kinds.values()]
+    sends = [traffic for kinds in plan["sends"].values() for traffic in kinds.values()]
     return sum(nbytes for nbytes, _ in sends), sum(calls for _, calls in sends)
 
 
@@ -109,24 +109,24 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     known = {} if given.write else json.loads(given.file.read_text())
-    found, differ = {}, 0
+    plans, differ = {}, 0
     for name, make in [*toys(), *zoo_models(), *diffusers_models(), *programs(given.programs)]:
         if given.only not in name or not (given.write or name in known):
             continue
         torch.manual_seed(0)
         try:
-            found[name] = numbers(make)
+            plans[name] = numbers(make)
         except Exception as error:  # a package that is not installed
             print(f"{name} is left out: {type(error).__name__}: {error}", flush=True)
             continue
         if given.write:
-            lines = (f"{json.dumps(key)}: {json.dumps(found[key], sort_keys=True)}" for key in sorted(found))
+            lines = (f"{json.dumps(key)}: {json.dumps(plans[key], sort_keys=True)}" for key in sorted(plans))
             given.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line each
             continue
-        said = [judged(f"{name}, {kind}", known[name].get(kind, "nothing"), now) for kind, now in found[name].items()]
+        said = [judged(f"{name}, {kind}", known[name].get(kind, "nothing"), now) for kind, now in plans[name].items()]
         differ += len(list(filter(None, said)))
         print(*filter(None, said), sep="\n", end="\n" * any(said), flush=True)
-    print(f"{len(found)} models, {differ} plans differ")
+    print(f"{len(plans)} models, {differ} plans differ")
 
 
 if __name__ == "__main__":

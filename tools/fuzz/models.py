@@ -111,20 +111,21 @@ class Count(dsp.count_comm):
         traffic = [getattr(self, phase) for phase in PHASES] if func.namespace != "aten" else []
         before = [(t.calls.total(), t.bytes.total()) for t in traffic]
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        made = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(t, Tensor)]
+        results = [t for t in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(t, Tensor)]
         for events, now, (calls, sent) in zip(self.events.values(), traffic, before):
             if now.calls.total() == calls:
                 continue
             # the plan prices each of its tensors by itself
             if func._schema.name == "dsp::switch_many":
-                pieces = zip(args[0], args[2], made)
+                pieces = zip(args[0], args[2], results)
                 events += [x.nbytes * (x.shape[d] - t.shape[d]) // max(x.shape[d], 1) for x, d, t in pieces]
             else:
                 events.append(now.bytes.total() - sent)
         if not any(r.alias_info for r in func._schema.returns) and func.namespace != "c10d":
-            own = [t for t in made if not (t.is_meta or isinstance(t, (DTensor, FakeTensor)))]  # but for those to plan
-            self.largest = max([self.largest, *(t.nbytes for t in own)])
-            self.memory += [(StorageWeakRef(t.untyped_storage()), str(func)) for t in own]
+            # but for those to plan
+            real = [t for t in results if not (t.is_meta or isinstance(t, (DTensor, FakeTensor)))]
+            self.largest = max([self.largest, *(t.nbytes for t in real)])
+            self.memory += [(StorageWeakRef(t.untyped_storage()), str(func)) for t in real]
         return out
 
 
@@ -148,9 +149,9 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
             refusal = error
     model = dsp.parallelize(copy.deepcopy(single), mesh, gather_output=gather)
     for call in ("", "second call: "):
-        found, sent, largest, comm = parallel_step(model, inputs, mesh)
-        problems += [f"{call}{p}" for p in differences(found, expect)]
-        del found
+        outcome, sent, largest, comm = parallel_step(model, inputs, mesh)
+        problems += [f"{call}{p}" for p in differences(outcome, expect)]
+        del outcome
         for p in model.parameters():
             p.grad = None
         if call and (left := comm.left()):  # the first one made tensors without data, to plan
@@ -173,8 +174,8 @@ def trial(mesh: DeviceMesh, text: str, check: bool = False) -> Verdict:
     if number % PLANNED == PLANNED // 2:
         model.eval()
         with torch.no_grad():
-            found = Step([dsp.gather(t.detach()) for t in tensors(model(**leaves_of(inputs)))], {})
-        problems += [f"no_grad: {p}" for p in differences(found, Step(expect.outputs, {}))]
+            outcome = Step([dsp.gather(t.detach()) for t in tensors(model(**leaves_of(inputs)))], {})
+        problems += [f"no_grad: {p}" for p in differences(outcome, Step(expect.outputs, {}))]
     if check:
         report = dsp.check(single, kwargs=inputs, mesh=mesh)
         refused = [p for p in report.problems if re.search("raised (Glue|Notation)Error", p)]  # at another size
@@ -195,9 +196,9 @@ def astray(model: nn.Module, single: nn.Module, inputs: dict[str, Tensor], mesh:
         model.other = single.other = other
         expect = step(single, inputs)
         for call in range(times):
-            found, _, _, comm = parallel_step(model, inputs, mesh)
-            problems += [f"other {other}, call {call}: {p}" for p in differences(found, expect)]
-            del found
+            outcome, _, _, comm = parallel_step(model, inputs, mesh)
+            problems += [f"other {other}, call {call}: {p}" for p in differences(outcome, expect)]
+            del outcome
             for p in model.parameters():
                 p.grad = None
             gc.collect()  # what recorded a call
@@ -232,17 +233,17 @@ def parallel_step(
     pieces = (flat / n).split([*(p.numel() for p in params.values()), 1])
     averaged = {k: piece.view(p.shape) for (k, p), piece in zip(params.items(), pieces)}
     grads = {k: v.grad for k, v in leaves.items() if v.requires_grad}
-    found = Step([dsp.gather(y.detach()) for y in outputs], averaged, grads)
-    return found, {**comm.events, "forward": forward}, largest, comm
+    outcome = Step([dsp.gather(y.detach()) for y in outputs], averaged, grads)
+    return outcome, {**comm.events, "forward": forward}, largest, comm
 
 
-def differences(found: Step, expect: Step) -> list[str]:
+def differences(outcome: Step, expect: Step) -> list[str]:
     """In words."""
-    if len(found.outputs) != len(expect.outputs):
-        return [f"output: {len(found.outputs)} instead of {len(expect.outputs)}"]
-    pairs = [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(found.outputs, expect.outputs))]
-    pairs += [(f"gradient of parameter {k}", a, expect.params[k]) for k, a in found.params.items()]
-    pairs += [(f"gradient of input {k}", a, expect.inputs[k]) for k, a in found.inputs.items()]
+    if len(outcome.outputs) != len(expect.outputs):
+        return [f"output: {len(outcome.outputs)} instead of {len(expect.outputs)}"]
+    pairs = [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(outcome.outputs, expect.outputs))]
+    pairs += [(f"gradient of parameter {k}", a, expect.params[k]) for k, a in outcome.params.items()]
+    pairs += [(f"gradient of input {k}", a, expect.inputs[k]) for k, a in outcome.inputs.items()]
     said = []
     for what, a, b in pairs:
         if a is None or b is None:
@@ -259,8 +260,8 @@ def blame(error: Exception) -> Verdict:
     """dsp's own refusals are in words; all else is raw."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if "/dsp/" in f.filename]
-    own = isinstance(error, ValueError) and frames and frames[-1] in inside
-    if own or isinstance(error, (dsp.GlueError, dsp.NotationError)):
+    refusal = isinstance(error, ValueError) and frames and frames[-1] in inside
+    if refusal or isinstance(error, (dsp.GlueError, dsp.NotationError)):
         return Verdict("refused", str(error))
     where = f" ({Path(inside[-1].filename).name}:{inside[-1].name})" if inside else ""
     lost = re.search(r"Timed out waiting|Connection closed|Connection reset|gloo", str(error))
@@ -334,11 +335,11 @@ class Judge:
                 rows = [[Verdict("HANG", str(error).strip().split("\n")[-1][:200])]] if len(left) == 1 else [[], [None]]
             done = min(map(len, rows))
             verdicts = [joined(v) for v in zip(*rows)]
-            apart = len(set(map(len, rows))) > 1  # some ranks raised, and others did not
-            if apart or verdicts[-1].kind == "HANG" or "some ranks" in verdicts[-1].reason:
+            uneven = len(set(map(len, rows))) > 1  # some ranks raised, and others did not
+            if uneven or verdicts[-1].kind == "HANG" or "some ranks" in verdicts[-1].reason:
                 self.pool.stop()
                 if len(left) > 1:  # whose fault it is shows alone
-                    bad = done if apart else done - 1
+                    bad = done if uneven else done - 1
                     yield from verdicts[:bad]
                     yield from self([left[bad][0]], n, [left[bad][1]])
                     left = left[bad + 1 :]
@@ -376,11 +377,11 @@ def smaller(text: str) -> Iterator[str]:
 
     def edited(at: int, name: str, low: int, high: int, *new: Any) -> Iterator[str]:
         """With new items for some of a list that a node has."""
-        again = copy.deepcopy(tree)
-        node = list(ast.walk(again))[at]
+        clone = copy.deepcopy(tree)
+        node = list(ast.walk(clone))[at]
         for field_ in ("keys", "values") if isinstance(node, ast.Dict) else (name,):
             getattr(node, field_)[low:high] = new
-        yield from tidied(again)
+        yield from tidied(clone)
 
     def lists(kind: Any) -> Iterator[tuple[int, str, list[Any]]]:
         for at, node in enumerate(nodes):
@@ -403,13 +404,13 @@ def smaller(text: str) -> Iterator[str]:
         for name, value in ast.iter_fields(node):
             for k, whole in enumerate(value if isinstance(value, list) else [value]):
                 for part in parts(whole):
-                    again = copy.deepcopy(tree)
-                    copied = list(ast.walk(again))[at]
+                    clone = copy.deepcopy(tree)
+                    copied = list(ast.walk(clone))[at]
                     if isinstance(value, list):
                         getattr(copied, name)[k] = part
                     else:
                         setattr(copied, name, part)
-                    yield from tidied(again)
+                    yield from tidied(clone)
     for at, node in enumerate(nodes):  # what is read once is put there, numbers get smaller
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             loads = [m for m in nodes if isinstance(m, ast.Name) and m.id == node.targets[0].id]
@@ -418,9 +419,9 @@ def smaller(text: str) -> Iterator[str]:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             for less in dict.fromkeys((1, 2, node.value // 2, node.value - 1)):
                 if 0 < less < node.value:
-                    again = copy.deepcopy(tree)
-                    list(ast.walk(again))[at].value = less  # type: ignore[attr-defined]
-                    yield from tidied(again)
+                    clone = copy.deepcopy(tree)
+                    list(ast.walk(clone))[at].value = less  # type: ignore[attr-defined]
+                    yield from tidied(clone)
 
 
 def parts(node: Any) -> list[ast.expr]:
@@ -439,8 +440,8 @@ class Named(ast.NodeTransformer):
         self.name, self.value = name, value
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        own = isinstance(node.targets[0], ast.Name) and node.targets[0].id == self.name
-        return None if own else self.generic_visit(node)
+        target = node.targets[0]
+        return None if isinstance(target, ast.Name) and target.id == self.name else self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> Any:
         return copy.deepcopy(self.value) if node.id == self.name and isinstance(node.ctx, ast.Load) else node
@@ -531,8 +532,8 @@ def refusal(reason: str) -> str:
 def report(judge: Judge, name: str, text: str, n: int, verdict: Verdict, seconds: float) -> None:
     print(f"\n--- {verdict.kind}: program {name} on {n} ranks: {verdict.reason}", flush=True)
     small = shrunk(text, lambda t: next(judge([t], n)).key == verdict.key, seconds)
-    again = next(judge([small], n))
-    print(f"{small}# {again.kind}: {again.reason}\n", flush=True)
+    final = next(judge([small], n))
+    print(f"{small}# {final.kind}: {final.reason}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -98,14 +98,14 @@ class Cross(Piece):
     """From the places of x to those of y, by the letters of both: attends over those that only y has."""
 
     def forward(self, x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        own, other = self.options
-        scores = "".join(dict.fromkeys(own[:-1] + other[:-1]))
-        a = torch.einsum(f"{own},{other}->{scores}", x @ self.w("q", x.shape[-1], x.shape[-1]), y)
-        lead = sum(letter in own for letter in scores)
+        query, key = self.options
+        scores = "".join(dict.fromkeys(query[:-1] + key[:-1]))
+        a = torch.einsum(f"{query},{key}->{scores}", x @ self.w("q", x.shape[-1], x.shape[-1]), y)
+        lead = sum(letter in query for letter in scores)
         a = a.flatten(lead).softmax(-1).view(a.shape)
         if bias is not None:
             a = a * bias[..., 0].sigmoid().sum()
-        return x + torch.einsum(f"{scores},{other}->{own}", a, y)
+        return x + torch.einsum(f"{scores},{key}->{query}", a, y)
 
 
 class Pool(Piece):
@@ -172,13 +172,11 @@ def build(text: str) -> nn.Module:
 
 def inputs_of(model: nn.Module) -> dict[str, Tensor]:
     """By parameter name; an annotation is a shape, and a type if its gradient is not asked for: (b, t, bool)."""
-    found = {}
-    for i, (name, p) in enumerate(list(inspect.signature(type(model).forward).parameters.items())[1:]):
-        found[name] = made(i, *p.annotation)
-    return found
+    _, *parameters = inspect.signature(type(model).forward).parameters.items()
+    return {name: example(i, *p.annotation) for i, (name, p) in enumerate(parameters)}
 
 
-def made(i: int, *shape: Any) -> Tensor:
+def example(i: int, *shape: Any) -> Tensor:
     """An input: numbers from 0 to 3 for indices."""
     kind = None
     if shape and isinstance(shape[-1], type):
@@ -200,7 +198,7 @@ class Var:
     axes: list[Axis]
     kind: str = "f"  # float, bool, index, complex
     depth: int = 0  # of the block it was made in
-    own: bool = False  # memory of its own, fit to be written into
+    writable: bool = False  # memory of its own, fit to be written into
 
     @property
     def ndim(self) -> int:
@@ -284,7 +282,7 @@ class Writer:
                 self.root.append(f"{name}={' '.join(dims)}")
                 self.named |= set(dims)
             more = [{**kinds, "float": float}[kind]] if kind in self.inputs[name] else []
-            self.env[name] = made(i, *(self.sizes[d] for d in dims), *more)
+            self.env[name] = example(i, *(self.sizes[d] for d in dims), *more)
             self.vars.append(Var(name, [(d,) for d in dims], {"float": "f", "bool": "b", "int": "i"}[kind]))
         self.env.update(self.sizes)
 
@@ -315,8 +313,8 @@ class Writer:
         return self.rng.choice(options)
 
     def pick(self, kind: str = "f", ndim: tuple[int, int] = (1, 6), ok: Callable[[Var], bool] = lambda v: True) -> Var:
-        found = [v for v in self.vars if v.kind == kind and ndim[0] <= v.ndim <= ndim[1] and ok(v)]
-        if not found:
+        candidates = [v for v in self.vars if v.kind == kind and ndim[0] <= v.ndim <= ndim[1] and ok(v)]
+        if not candidates:
             raise Dead
         body = "\n".join(self.lines)
         weights = [
@@ -324,9 +322,9 @@ class Writer:
             * (3 if v.ndim > 2 else 1)
             * (5 if v.depth and v.depth == self.depth else 1)
             * (4 if body.count(v.name) < 2 and v.name not in self.inputs else 1)
-            for i, v in enumerate(found)
+            for i, v in enumerate(candidates)
         ]
-        return self.rng.choices(found, weights)[0]
+        return self.rng.choices(candidates, weights)[0]
 
     def axis(self, v: Var, least: int = 1) -> int:
         return self.any([d for d, a in enumerate(v.axes) if self.size(a) >= least])
@@ -351,7 +349,7 @@ class Writer:
             exec(line, self.env)
         self.lines.append(line)
 
-    def let(self, expression: str, axes: Sequence[Axis], kind: str = "f", own: bool = False) -> Var:
+    def let(self, expression: str, axes: Sequence[Axis], kind: str = "f", writable: bool = False) -> Var:
         """x7 = expression, whose axes are these."""
         name = self.aside(expression)
         value = self.env[name]
@@ -359,7 +357,7 @@ class Writer:
             raise Dead
         if [self.size(a) for a in axes] != list(value.shape):
             raise AssertionError(f"{expression}: {tuple(value.shape)} is not {list(axes)}")
-        self.vars.append(Var(name, list(axes), kind, self.depth, own))
+        self.vars.append(Var(name, list(axes), kind, self.depth, writable))
         return self.vars[-1]
 
     def aside(self, expression: str) -> str:
@@ -368,12 +366,12 @@ class Writer:
         self.run(f"{name} = {expression}")
         return name
 
-    def several(self, expression: str, *axes: Sequence[Axis], own: bool = False) -> list[Var]:
+    def several(self, expression: str, *axes: Sequence[Axis], writable: bool = False) -> list[Var]:
         """x7, x8 = expression"""
-        made = [Var(self.new(), list(a), depth=self.depth, own=own) for a in axes]
-        self.run(f"{', '.join(v.name for v in made)} = {expression}")
-        self.vars += made
-        return made
+        results = [Var(self.new(), list(a), depth=self.depth, writable=writable) for a in axes]
+        self.run(f"{', '.join(v.name for v in results)} = {expression}")
+        self.vars += results
+        return results
 
     def param(self, *axes: Axis) -> str:
         name = f"p{len([k for k in self.modules if k[0] == 'p'])}"
@@ -448,13 +446,13 @@ class Writer:
 
     def program(self) -> str:
         """Everything as text; returned is what was made last, and something else."""
-        made = [v for v in self.vars if v.name not in self.inputs and v.kind in "fc"]
-        wide = [v for v in made if self.env[v.name].requires_grad]
+        results = [v for v in self.vars if v.name not in self.inputs and v.kind in "fc"]
+        wide = [v for v in results if self.env[v.name].requires_grad]
         if not wide:
             raise Dead
         last = wide[-1]
         body = "\n".join(self.lines)
-        unused = [v for v in made[:-1] if v is not last and body.count(f"{v.name}") < 2]
+        unused = [v for v in results[:-1] if v is not last and body.count(f"{v.name}") < 2]
         outs = [last, *self.rng.sample(unused, min(len(unused), self.rng.choice((0, 1, 1, 2))))]
         self.lines = live(self.lines, [o.name for o in outs])
         body = "\n".join(self.lines)
@@ -488,11 +486,11 @@ reshape|view|contiguous|expand""".replace("\n", "")
 
 def live(lines: list[str], wanted: list[str]) -> list[str]:
     """The lines that what is wanted is made of; a write stays if what it writes into may be a view of such a thing."""
-    made: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
     for line in lines:
         for name, of in re.findall(rf"^\s*([\w, ]+) = (?:rearrange\()?(x\d+)(?:\[|,|\.(?:{VIEWS}))", line, re.M):
             for one in name.split(", "):
-                made.setdefault(one, set()).add(of)
+                bases.setdefault(one, set()).add(of)
     alive, kept = set(wanted), list[str]()
     for line in reversed(lines):
         target = re.match(r"([\w, ]+) = ", line)
@@ -506,7 +504,7 @@ def live(lines: list[str], wanted: list[str]) -> list[str]:
             origin, seen = {re.match(r"\w+", line)[0]}, set[str]()  # type: ignore[index]
             while origin - seen:
                 seen |= origin
-                origin = set().union(*(made.get(o, set()) for o in origin))
+                origin = set().union(*(bases.get(o, set()) for o in origin))
             keep = bool(seen & alive)
         if keep:
             alive |= names

@@ -71,14 +71,14 @@ def broadcast(w: Writer, x: Var, y: Var) -> str:
 
 def fitting(w: Writer, x: Var, kind: str = "f") -> str:
     """Another variable as it adds to x."""
-    found = []
+    texts = []
     for v in w.vars:
         if v.kind == kind and v is not x and v.ndim:
             try:
-                found.append(broadcast(w, x, v))
+                texts.append(broadcast(w, x, v))
             except Dead:
                 continue
-    return w.any(found[-6:])
+    return w.any(texts[-6:])
 
 
 def twin(w: Writer, x: Var, but: int | None = None) -> Var:
@@ -104,7 +104,7 @@ def distinct(*vars_: Var) -> None:
 
 
 def put(w: Writer, kind: Any, options: str, x: Var, computed: Sequence[int]) -> Var:
-    return w.let(f"{w.stage(kind, options, w.pattern(x.axes, computed, {}))}({x.name})", x.axes, own=True)
+    return w.let(f"{w.stage(kind, options, w.pattern(x.axes, computed, {}))}({x.name})", x.axes, writable=True)
 
 
 @statement(9)
@@ -142,13 +142,13 @@ def cross(w: Writer) -> Var:
     theirs = [d for d, a in enumerate(y.axes[:-1]) if a not in x.axes]
     if not theirs:
         raise Dead
-    own, other = letters([x, y])
+    x_letters, y_letters = letters([x, y])
     names: dict[Axis, str] = {}
     first = w.pattern(x.axes, [x.ndim - 1], names)
     second = w.pattern(y.axes, [*theirs, y.ndim - 1], names)
     named = "y=" if w.chance(0.7) else ""
-    stage = w.stage(Cross, f'"{own}", "{other}"', f"{first}, {named}{second}")
-    return w.let(f"{stage}({x.name}, {named if w.chance(0.5) else ''}{y.name})", x.axes, own=True)
+    stage = w.stage(Cross, f'"{x_letters}", "{y_letters}"', f"{first}, {named}{second}")
+    return w.let(f"{stage}({x.name}, {named if w.chance(0.5) else ''}{y.name})", x.axes, writable=True)
 
 
 @statement(2)
@@ -160,7 +160,7 @@ def pool(w: Writer) -> Var:
     if len(parts) != x.ndim:  # a fold in it
         raise Dead
     stage = w.stage(Pool, str(d), f"{left} -> {left}, {' '.join(parts[:d] + parts[d + 1 :])}")
-    return w.several(f"{stage}({x.name})", x.axes, x.but(d), own=True)[0]
+    return w.several(f"{stage}({x.name})", x.axes, x.but(d), writable=True)[0]
 
 
 @statement(2)
@@ -169,7 +169,7 @@ def gate(w: Writer) -> Var:
     p = w.pattern(x.axes, [x.ndim - 1], {})
     more = f", {w.param(x.axes[-1])}" if w.chance(0.3) else ""
     stage = w.stage(Gate, "", f"{p}, {p} -> {p}, {p}")
-    return w.several(f"{stage}({x.name}, {twin(w, x).name}{more})", x.axes, x.axes, own=True)[1]
+    return w.several(f"{stage}({x.name}, {twin(w, x).name}{more})", x.axes, x.axes, writable=True)[1]
 
 
 @statement(1.5)
@@ -189,12 +189,12 @@ def product(w: Writer) -> Var:
     equation += f"->{''.join(code[n] for n in out)}z"
     left = ", ".join(" ".join(f"[{n}]" if n == a[d] else n for n in names) + " [c]" for names in (a, b))
     stage = w.stage(Product, f'"{equation}"', f"{left} -> {' '.join(out)} [c]")
-    return w.let(f"{stage}({x.name}, {y.name})", [*(x.axes[k] for k in [*kept, moved]), x.axes[-1]], own=True)
+    return w.let(f"{stage}({x.name}, {y.name})", [*(x.axes[k] for k in [*kept, moved]), x.axes[-1]], writable=True)
 
 
 @statement(0.5)
 def scribble(w: Writer) -> Var:
-    x = w.pick(ndim=(2, 5), ok=lambda v: v.own and v.depth == w.depth)
+    x = w.pick(ndim=(2, 5), ok=lambda v: v.writable and v.depth == w.depth)
     return put(w, Scribble, "", x, [x.ndim - 1])
 
 
@@ -230,7 +230,7 @@ OVER_ALL = forms("""
 def of_one(weight: float, table: list[str], name: str) -> None:
     def make(w: Writer) -> Var:
         x = w.pick(ndim=(2, 6)) if table is NORM else w.pick()
-        return w.let(w.any(table).format(x.name), x.axes, own=True)
+        return w.let(w.any(table).format(x.name), x.axes, writable=True)
 
     make.__name__ = name
     statement(weight)(make)
@@ -244,7 +244,7 @@ of_one(1.2, OVER_ALL, "over_all")
 @statement(6)
 def binary(w: Writer) -> Var:
     x = w.pick()
-    return w.let(w.any(BINARY).format(x.name, fitting(w, x)), x.axes, own=True)
+    return w.let(w.any(BINARY).format(x.name, fitting(w, x)), x.axes, writable=True)
 
 
 @statement(3)
@@ -260,7 +260,7 @@ def with_parameter(w: Writer) -> Var:
         y = f"{w.param(x.axes[d], x.axes[-1])}[{spread(1, x.ndim - 2 - d)}]"
     else:
         y = w.param(*x.axes[d:])
-    return w.let(w.any(WITH_PARAMETER).format(x.name, y), x.axes, own=True)
+    return w.let(w.any(WITH_PARAMETER).format(x.name, y), x.axes, writable=True)
 
 
 @statement(2)
@@ -272,7 +272,7 @@ def outer_sum(w: Writer) -> Var:
     if len(axes) > 5:
         raise Dead
     a = f"{x.name}[{spread(x.ndim - 1, y.ndim - 2)}]"
-    return w.let(f"{a} {w.any('+-*')} {y.name}[{spread(1, x.ndim - 2)}]", axes, own=True)
+    return w.let(f"{a} {w.any('+-*')} {y.name}[{spread(1, x.ndim - 2)}]", axes, writable=True)
 
 
 @statement(2)
@@ -281,7 +281,7 @@ def linear(w: Writer) -> Var:
     c = x.axes[-1]
     out = w.fresh(2 * w.size(c)) if w.chance(0.3) else c
     weight = w.param(out, c)
-    return w.let(w.any((f"F.linear({x.name}, {weight})", f"{x.name} @ {weight}.T")), [*x.axes[:-1], out], own=True)
+    return w.let(w.any((f"F.linear({x.name}, {weight})", f"{x.name} @ {weight}.T")), [*x.axes[:-1], out], writable=True)
 
 
 @statement(2)
@@ -292,7 +292,7 @@ def mask(w: Writer) -> Var:
     except Dead:
         d = w.axis(x, 2)
         m = f"(torch.arange({x.name}.shape[{d}]) % 3 > 0)[{spread(1, x.ndim - 1 - d)}]"
-    return w.let(w.any(MASKED).format(x.name, m), x.axes, own=True)
+    return w.let(w.any(MASKED).format(x.name, m), x.axes, writable=True)
 
 
 @statement(0.7)
@@ -347,7 +347,7 @@ amin({0}) nanmean({0})
 @statement(5)
 def along_dim(w: Writer) -> Var:
     x = w.pick()
-    return w.let(w.any(ALONG).format(x.name, w.at(w.axis(x, 2), x.ndim)), x.axes, own=True)
+    return w.let(w.any(ALONG).format(x.name, w.at(w.axis(x, 2), x.ndim)), x.axes, writable=True)
 
 
 @statement(2.5)
@@ -357,12 +357,12 @@ def reduced(w: Writer) -> Var:
     if w.chance(0.25):
         left = [f"a{k}" for k in range(x.ndim)]
         pattern = f"{' '.join(left)} -> {' '.join(left[:d] + left[d + 1 :])}"
-        return w.let(f'reduce({x.name}, "{pattern}", "{w.any(("mean", "sum", "max"))}")', x.but(d), own=True)
+        return w.let(f'reduce({x.name}, "{pattern}", "{w.any(("mean", "sum", "max"))}")', x.but(d), writable=True)
     if x.ndim > 2 and w.chance(0.25):
         e = w.any([k for k in range(x.ndim) if k != d])
         axes = [a for k, a in enumerate(x.axes) if k not in (d, e)]
-        return w.let(f"{x.name}.{w.any(('mean', 'sum', 'amax'))}(({d}, {w.at(e, x.ndim)}))", axes, own=True)
-    return w.let(f"{x.name}.{w.any(REDUCE).format(w.at(d, x.ndim))}", x.but(d), own=True)
+        return w.let(f"{x.name}.{w.any(('mean', 'sum', 'amax'))}(({d}, {w.at(e, x.ndim)}))", axes, writable=True)
+    return w.let(f"{x.name}.{w.any(REDUCE).format(w.at(d, x.ndim))}", x.but(d), writable=True)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
@@ -435,10 +435,11 @@ def einops(w: Writer) -> Var:
     names: list[tuple[str, Axis]] = []
     left, more = [], ""
     for d, axis in enumerate(x.axes):
-        own = [(f"{n}{d}", (n,)) for n in axis] if len(axis) > 1 and w.chance(0.7) else [(f"a{d}", axis)]
-        more += "".join(f", {name}={w.text(part)}" for name, part in own[1:])
-        left.append(" ".join(name for name, _ in own) if len(own) == 1 else f"({' '.join(name for name, _ in own)})")
-        names += own
+        units = [(f"{n}{d}", (n,)) for n in axis] if len(axis) > 1 and w.chance(0.7) else [(f"a{d}", axis)]
+        more += "".join(f", {name}={w.text(part)}" for name, part in units[1:])
+        text = " ".join(name for name, _ in units)
+        left.append(text if len(units) == 1 else f"({text})")
+        names += units
     if len(names) > 5:
         raise Dead
     if w.chance(0.7):
@@ -522,7 +523,7 @@ def chunks(w: Writer) -> Var:
     if n % 2 == 0 and w.chance(0.6):
         axes = x.but(d, w.fresh(n // 2))
         a, b = w.several(f"{x.name}.chunk(2, {w.at(d, x.ndim)})", axes, axes)
-        return w.let(f"{a.name} * torch.sigmoid({b.name})", axes, own=True)
+        return w.let(f"{a.name} * torch.sigmoid({b.name})", axes, writable=True)
     k = w.rng.randrange(1, n)
     return w.let(f"{x.name}.split(({k}, {n - k}), {w.at(d, x.ndim)})[1]", x.but(d, w.fresh(n - k)))
 
@@ -547,7 +548,7 @@ def joined(w: Writer) -> Var:
     if w.chance(0.4):
         parts.reverse()
     return w.let(
-        f"torch.cat([{', '.join(parts)}], {at})", x.but(d, x.axes[d] if size == n else w.fresh(size)), own=True
+        f"torch.cat([{', '.join(parts)}], {at})", x.but(d, x.axes[d] if size == n else w.fresh(size)), writable=True
     )
 
 
@@ -559,17 +560,17 @@ def joined_and_taken_apart(w: Writer) -> Var:
     parts = [x, *(twin(w, x, d) for _ in range(w.rng.randint(1, 2)))]
     sizes = [w.size(v.axes[d]) for v in parts]
     axes, at, ends_ = x.but(d, w.fresh(sum(sizes))), w.at(d, x.ndim), [0, *accumulate(sizes)]
-    both = w.let(f"torch.cat([{', '.join(v.name for v in parts)}], {at})", axes, own=True)
+    both = w.let(f"torch.cat([{', '.join(v.name for v in parts)}], {at})", axes, writable=True)
     if wide(w, both) and d < x.ndim - 1 and w.chance(0.5):
-        both = w.let(f"{both.name} @ {w.param(axes[-1], axes[-1])}", axes, own=True)
+        both = w.let(f"{both.name} @ {w.param(axes[-1], axes[-1])}", axes, writable=True)
     if w.chance(0.5):
-        both = w.let(f"torch.tanh({both.name}) + {both.name}", axes, own=True)
+        both = w.let(f"torch.tanh({both.name}) + {both.name}", axes, writable=True)
     if w.chance(0.4):
         k = w.rng.randrange(len(parts))
         place = ends(w, x.ndim, d, f"{ends_[k]}:{ends_[k + 1]}")
         w.run(f"{both.name}[{place}] = {both.name}[{place}] * {w.any(['0.5', f'{parts[k].name}.sigmoid()'])}")
     if w.chance(0.3):
-        both = w.let(f"{both.name}.cumsum({at})", axes, own=True)
+        both = w.let(f"{both.name}.cumsum({at})", axes, writable=True)
     if w.chance(0.5):
         return w.several(f"{both.name}.split({tuple(sizes)}, {at})", *(v.axes for v in parts))[0]
     first = w.let(f"{both.name}[{ends(w, x.ndim, d, f':{sizes[0]}')}]", x.axes)
@@ -582,7 +583,7 @@ def stacked(w: Writer) -> Var:
     x = w.pick(ndim=(1, 4))
     d = w.rng.randrange(x.ndim + 1)
     axes = [*x.axes[:d], w.fresh(2), *x.axes[d:]]
-    return w.let(f"torch.stack([{x.name}, {twin(w, x).name}], {w.at(d, x.ndim + 1)})", axes, own=True)
+    return w.let(f"torch.stack([{x.name}, {twin(w, x).name}], {w.at(d, x.ndim + 1)})", axes, writable=True)
 
 
 @statement(1.2)
@@ -592,7 +593,7 @@ def padded(w: Writer) -> Var:
     zeros = "0, 0, " * (x.ndim - 1 - d)
     if w.chance(0.5):  # a shift
         return w.let(f"F.pad({x.name}, ({zeros}1, 0))[{ends(w, x.ndim, d, ':-1')}]", x.axes)
-    return w.let(f"F.pad({x.name}, ({zeros}1, 1))", x.but(d, w.fresh(w.size(x.axes[d]) + 2)), own=True)
+    return w.let(f"F.pad({x.name}, ({zeros}1, 1))", x.but(d, w.fresh(w.size(x.axes[d]) + 2)), writable=True)
 
 
 @statement(1.5)
@@ -604,7 +605,7 @@ def stretched(w: Writer) -> Var:
         d = w.axis(x)
         times = ", ".join("2" if k == d else "1" for k in range(x.ndim))
         text = (f"repeat_interleave(2, {w.at(d, x.ndim)})", f"repeat({times})")[how]
-        return w.let(f"{x.name}.{text}", x.but(d, w.fresh(2 * w.size(x.axes[d]))), own=True)
+        return w.let(f"{x.name}.{text}", x.but(d, w.fresh(2 * w.size(x.axes[d]))), writable=True)
     name = w.any(sorted(n for n in w.named if (n,) not in x.axes and w.sizes[n] > 1))
     d = w.rng.randrange(x.ndim + 1)
     axes = [*x.axes[:d], (name,), *x.axes[d:]]
@@ -613,7 +614,7 @@ def stretched(w: Writer) -> Var:
         return w.let(f"{x.name}.unsqueeze({d}).expand({sizes})", axes)
     if how == 3:
         sizes = ", ".join(name if k == d else "1" for k in range(len(axes)))
-        return w.let(f"{x.name}.unsqueeze({d}).repeat({sizes})", axes, own=True)
+        return w.let(f"{x.name}.unsqueeze({d}).repeat({sizes})", axes, writable=True)
     left = [f"a{k}" for k in range(x.ndim)]
     right = [*left[:d], "n", *left[d:]]
     if d > 0 and w.chance(0.5) and x.axes[d - 1]:
@@ -628,7 +629,7 @@ def windows(w: Writer) -> Var:
     x = w.pick(ndim=(2, 4))
     d = w.any([d for d, a in enumerate(x.axes) if w.size(a) > 2 and w.size(a) % 2 == 0])
     name = w.aside(f"{x.name}.roll(-1, {d}).unflatten({d}, (-1, 2))")
-    return w.let(f"({name} * {name}.softmax({d + 1})).flatten({d}, {d + 1}).roll(1, {d})", x.axes, own=True)
+    return w.let(f"({name} * {name}.softmax({d + 1})).flatten({d}, {d + 1}).roll(1, {d})", x.axes, writable=True)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -652,7 +653,7 @@ def einsum(w: Writer) -> Var:
     if len(out) > 5:
         raise Dead
     text = f'torch.einsum("{a},{b}->{"".join(out)}", {x.name}, {y.name}) * 0.3'
-    return w.let(text, [axes_of[k] for k in out], own=True)
+    return w.let(text, [axes_of[k] for k in out], writable=True)
 
 
 @statement(1.5)
@@ -662,11 +663,11 @@ def matmul(w: Writer) -> Var:
     *lead, m, n = x.axes
     how = w.rng.randrange(3 if x.ndim > 3 else 2)
     if how == 0:
-        return w.let(f"{x.name} @ {y.name}.mT * 0.2", [*lead, m, m], own=True)
+        return w.let(f"{x.name} @ {y.name}.mT * 0.2", [*lead, m, m], writable=True)
     if how == 1:
-        return w.let(f"torch.matmul({x.name}.transpose(-1, -2), {y.name}) * 0.2", [*lead, n, n], own=True)
+        return w.let(f"torch.matmul({x.name}.transpose(-1, -2), {y.name}) * 0.2", [*lead, n, n], writable=True)
     text = f"torch.bmm({x.name}.flatten(0, -3), {y.name}.flatten(0, -3).mT) * 0.2"
-    return w.let(text, [sum(lead, ()), m, m], own=True)
+    return w.let(text, [sum(lead, ()), m, m], writable=True)
 
 
 @statement(4)
@@ -679,8 +680,8 @@ def attention(w: Writer) -> Var:
     q, k = x.name, y.name
     heads = w.size(c) % 2 == 0 and w.size(c) > 2 and x.ndim < 5 and w.chance(0.6)
     if heads:
-        apart = {v: w.aside(f"{v}.unflatten(-1, (2, -1)).transpose(-2, -3)") for v in dict.fromkeys((q, k))}
-        q, k, ndim = apart[q], apart[k], ndim + 1
+        split = {v: w.aside(f"{v}.unflatten(-1, (2, -1)).transpose(-2, -3)") for v in dict.fromkeys((q, k))}
+        q, k, ndim = split[q], split[k], ndim + 1
     how, more = w.rng.randrange(9), ""
     if how == 0:
         more = ", is_causal=True"
@@ -691,8 +692,8 @@ def attention(w: Writer) -> Var:
     elif how == 3 and heads:
         more = f", {w.param(h, w.any(((), n)), m)}"
     elif how == 4 and lead:  # by sample, by key
-        found = w.any([v.name for v in w.vars if v.kind == "b" and v.axes == [lead[0], m]])
-        more = f", {found}[{spread(1, ndim - 2)}, :]"
+        mask = w.any([v.name for v in w.vars if v.kind == "b" and v.axes == [lead[0], m]])
+        more = f", {mask}[{spread(1, ndim - 2)}, :]"
     elif how == 5 and heads:  # made of y, by head: (..., h, 1, m)
         more = f", attn_mask={w.aside(f'({y.name} @ {w.param(c, h)}).transpose(-1, -2).unsqueeze(-2)')}"
     elif how == 6:  # made of y, by key: (..., 1, m)
@@ -702,7 +703,7 @@ def attention(w: Writer) -> Var:
         more = f", attn_mask={w.aside(f'{q} @ {k}.mT * 0.1')}{over}"
     more += ", scale=0.7" if w.chance(0.2) else ""
     axes = [*lead, h, n, w.fresh(w.size(c) // 2)] if heads else x.axes
-    out = w.let(f"F.scaled_dot_product_attention({q}, {k}, {k}{more})", axes, own=True)
+    out = w.let(f"F.scaled_dot_product_attention({q}, {k}, {k}{more})", axes, writable=True)
     return w.let(f"{out.name}.transpose(-2, -3).flatten(-2)", x.axes) if heads else out
 
 
@@ -728,7 +729,7 @@ def convolution(w: Writer) -> Var:
         text = f"F.group_norm({name}, {2 if w.size(c) % 2 == 0 else 1})"
     else:
         text = f"F.batch_norm({name}, None, None, training=True)"
-    out = w.let(text, [*axes, *spatial], own=True)
+    out = w.let(text, [*axes, *spatial], writable=True)
     return w.let(f"{out.name}.movedim(1, -1).reshape({x.name}.shape)", x.axes)
 
 
@@ -793,8 +794,8 @@ CHANGES = "mul_(0.5) add_(1) clamp_(-1,1) tanh_() neg_() sigmoid_() zero_()".spl
 def written(w: Writer) -> Var:
     """A tensor with memory of its own, written into once or more, as a whole, in part, or through a view."""
     x = w.pick(ndim=(1, 5))
-    fit = x.own and x.depth == w.depth and w.chance(0.3)
-    y = x if fit else w.let(w.any(STARTS).format(x.name), x.axes, own=True)
+    fit = x.writable and x.depth == w.depth and w.chance(0.3)
+    y = x if fit else w.let(w.any(STARTS).format(x.name), x.axes, writable=True)
     for _ in range(w.rng.choice((1, 1, 2, 3))):
         write(w, y)
     return y
@@ -857,7 +858,7 @@ def checkpointed(w: Writer) -> Var:
         lines = live(lines, [out.name])
     f = f"f{w.new()[1:]}"
     w.run(f"def {f}({inner}):\n{indented(lines)}\n    return {out.name}")
-    return w.let(f"checkpoint({f}, {x.name}, use_reentrant=False)", out.axes, own=True)
+    return w.let(f"checkpoint({f}, {x.name}, use_reentrant=False)", out.axes, writable=True)
 
 
 @statement(0.8)
@@ -874,7 +875,7 @@ def without_gradient(w: Writer) -> Var:
     finally:
         w.grad = True
     w.lines.append(f"with torch.no_grad():\n{indented(lines)}")
-    w.vars.append(Var(out.name, out.axes, depth=w.depth, own=out.own))
+    w.vars.append(Var(out.name, out.axes, depth=w.depth, writable=out.writable))
     return w.vars[-1]
 
 
@@ -887,7 +888,7 @@ def recycled(w: Writer) -> Var:
     before = dict(w.env)
     with w.block() as lines:
         known = len(w.vars)
-        w.let(how.format(x.name, state), x.axes, own=True)
+        w.let(how.format(x.name, state), x.axes, writable=True)
         w.some(w.rng.randint(1, 3), BLOCKS)
         end = [v for v in w.vars[known:] if v.axes == x.axes and v.kind == "f"][-1]
         w.run(f"{state} = {end.name}")

@@ -60,18 +60,18 @@ class Proof:
 
     call: Call
     n: int
-    found: dict[tuple[Layout, ...], str] = field(default_factory=dict)
+    verdicts: dict[tuple[Layout, ...], str] = field(default_factory=dict)
 
     @property
     def accepted(self) -> int:
-        return sum(v == "ok" for v in self.found.values())
+        return sum(v == "ok" for v in self.verdicts.values())
 
     @property
     def wrong(self) -> list[str]:
-        return [f"{_show(layouts)}: {v}" for layouts, v in self.found.items() if v not in ("ok", "refused")]
+        return [f"{_show(layouts)}: {v}" for layouts, v in self.verdicts.items() if v not in ("ok", "refused")]
 
     def __str__(self) -> str:
-        rows = [f"    {_show(layouts):40} {v}" for layouts, v in self.found.items()]
+        rows = [f"    {_show(layouts):40} {v}" for layouts, v in self.verdicts.items()]
         return "\n".join([f"{self.call} over {self.n} ranks", *rows])
 
 
@@ -116,18 +116,18 @@ def prove(
     proof = Proof(call, n)
     every = itertools.product(*(layouts_of(t.shape, folds, joins) for t in tensors))
     most = 3 if len(tensors) > 5 else len(tensors)  # of a recurrence's ten there would be 20,000
-    apart = bool(joins) and RULES[call.name] is RULES["cat"]
+    side_by_side = bool(joins) and RULES[call.name] is RULES["cat"]
     for combo in every if only is None else only:
-        if joins and not apart and not any(c is not None and c.joined for c in combo):
+        if joins and not side_by_side and not any(c is not None and c.joined for c in combo):
             continue
         if 0 < sum(map(bool, combo)) <= most and not (in_place(call.func) and combo[0] is None):
             try:
-                proof.found[combo] = whole.compare(combo, n, apart)
+                proof.verdicts[combo] = whole.compare(combo, n, side_by_side)
             except GlueError as refusal:
                 words = str(refusal)
-                proof.found[combo] = "refused" if " between stages: " in words else f"refused without words: {words}"
+                proof.verdicts[combo] = "refused" if " between stages: " in words else f"refused without words: {words}"
             except Exception as error:
-                proof.found[combo] = f"{type(error).__name__}: {str(error)[:150]}"
+                proof.verdicts[combo] = f"{type(error).__name__}: {str(error)[:150]}"
     return proof
 
 
@@ -176,7 +176,7 @@ class _Whole:
             raise TypeError(f"it returns {out!r}, no tensor, of what a rank holds")
         return tensors_in(out)
 
-    def compare(self, cuts: tuple[Layout, ...], n: int, apart: bool = False) -> str:
+    def compare(self, cuts: tuple[Layout, ...], n: int, side_by_side: bool = False) -> str:
         call = self.call
         totals = [torch.zeros_like(t) for t in self.tensors]  # gradients, put together from the ranks
         sums = [torch.zeros_like(t) for t in self.out]
@@ -188,7 +188,7 @@ class _Whole:
             stream = iter(operands)
             args, kwargs = replaced(call.args, call.kwargs, stream)
             try:
-                outcome = Frame(call.name, args, kwargs, n, rank, call.func, apart).outcome()
+                outcome = Frame(call.name, args, kwargs, n, rank, call.func, side_by_side).outcome()
             except GlueError as refusal:
                 refusals.append(refusal)
                 continue
@@ -248,10 +248,10 @@ class _Whole:
                 g = self.upstream[i]
                 upstream.append(None if g is None else held(g))
             asked = ranks if every else [r for r in ranks if r.rank == rank]
-            found = iter(_gradients(out, upstream, [t for r in asked for t in r.leaves], retain=bool(every)))
+            grads = iter(_gradients(out, upstream, [t for r in asked for t in r.leaves], retain=bool(every)))
             for r in asked:
                 for total, cut in zip(totals, r.taken):
-                    if (g := next(found)) is None:
+                    if (g := next(grads)) is None:
                         continue
                     into = part(total, cut, n, r.rank)
                     if total.numel() and into._base is None and cut is not None:  # a fold that had to be copied
@@ -312,9 +312,9 @@ def _gradients(
     pairs = [(t, g) for t, g in zip(out, upstream) if t.requires_grad and g is not None]
     if not asks or not pairs:
         return [None] * len(leaves)
-    made, given = zip(*pairs)
-    found = iter(torch.autograd.grad(made, asks, given, allow_unused=True, retain_graph=retain))
-    return [next(found) if t.requires_grad else None for t in leaves]
+    outputs, given = zip(*pairs)
+    grads = iter(torch.autograd.grad(outputs, asks, given, allow_unused=True, retain_graph=retain))
+    return [next(grads) if t.requires_grad else None for t in leaves]
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -335,7 +335,7 @@ def prove_source(call: Call, n: int, cuts: Sequence[Cut] | None = None) -> Proof
             mine = stretch(*without_operands(args, table))
             good &= size == whole.shape[cut.dim] and mine.dtype == whole.dtype
             good &= torch.equal(mine, part(whole, cut, n, rank))
-        proof.found[(cut,)] = "ok" if good else "WRONG part"
+        proof.verdicts[(cut,)] = "ok" if good else "WRONG part"
     return proof
 
 

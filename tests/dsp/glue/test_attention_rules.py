@@ -59,7 +59,7 @@ def test_flex_attention(uncompiled: None, shape: Any) -> None:
     for n in (3, 2) if shape == (B, H) else (3,):
         proof = prove(of, n, only=layouts)
         assert not proof.wrong, "\n".join(proof.wrong)
-        right = {cuts[:3] for cuts, found in proof.found.items() if found == "ok"}
+        right = {cuts[:3] for cuts, found in proof.verdicts.items() if found == "ok"}
         assert {(Cut(1),) * 3, (Cut(1), None, None), (Cut(2), None, None), (Cut(0), None, None)} <= right
         assert not {(Cut(3),) * 3, (Cut(2),) * 3, (Cut(0), Cut(1), None)} & right
 
@@ -86,7 +86,7 @@ def test_samples_packed_in_a_row(monkeypatch: pytest.MonkeyPatch, shared: int) -
     for n in (2, 3):
         proof = prove(of, n, only=[*cuts, (Cut(1), None, None, Cut(0), None)])
         assert not proof.wrong, "\n".join(proof.wrong)
-        right = {cuts[:3] for cuts, found in proof.found.items() if found == "ok"}
+        right = {cuts[:3] for cuts, found in proof.verdicts.items() if found == "ok"}
         assert {(Cut(1),) * 3, (Cut(1), None, None), (None, Cut(1), Cut(1))} <= right
         assert {cut.dim for cuts in right for cut in cuts if cut} == {1}
     along = (Operand((N, H, C), Cut(0)), *(Operand((N, H, C)) for _ in "kv"), ENDS, ENDS, 7, 7)

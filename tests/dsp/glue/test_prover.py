@@ -215,7 +215,7 @@ def test_a_mask_that_is_cut_another_way(n: int) -> None:
     q, k, mask = x(2, 4, 6, 5), x(2, 4, 3, 5), x(2, 4, 1, 3)
     layouts = [(Cut(2), None, None, cut) for cut in (None, Cut(0), Cut(1), Cut(3))]
     proof = prove(Call(F.scaled_dot_product_attention, (q, k, k, mask)), n, only=layouts)
-    assert [*proof.found.values()] == ["ok", "refused", "refused", "refused"], str(proof)
+    assert [*proof.verdicts.values()] == ["ok", "refused", "refused", "refused"], str(proof)
 
 
 def test_a_stretch_is_made_in_parts() -> None:
@@ -370,7 +370,7 @@ LEAST: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
 def test_accepted_along(name: str) -> None:
     func, args, least = LEAST[name]
     proof = prove(Call(func, args), 2)
-    dims = {cut.dim for layouts, said in proof.found.items() if said == "ok" and (cut := layouts[0]) is not None}
+    dims = {cut.dim for layouts, said in proof.verdicts.items() if said == "ok" and (cut := layouts[0]) is not None}
     assert len(dims) >= least, proof
 
 
@@ -392,7 +392,7 @@ def test_refused_along(name: str) -> None:
         Cut(dim) if t.ndim > dim and t.shape[dim] > 1 and t.requires_grad else None
         for t in tensors_in((call.args, call.kwargs))
     )
-    assert prove(call, 2, only=[cuts]).found == {cuts: "refused"}
+    assert prove(call, 2, only=[cuts]).verdicts == {cuts: "refused"}
 
 
 @pytest.mark.parametrize("func", [torch.kron, torch.nonzero])
