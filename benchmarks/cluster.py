@@ -141,11 +141,11 @@ def show(name: str, row: dict[str, Any], beside: str = "DSP") -> None:
 def sweep(hosts: Hosts, o: Namespace, shape: Shape) -> dict[str, Any]:
     """Every method in both modes at every rate: {"bytes": ..., "rates": [...]}."""
     n = max(o.ranks)
-    found: dict[str, Any] = {"ranks": n, "recompute": o.recompute, "rates": [], "bytes": {}}
+    report: dict[str, Any] = {"ranks": n, "recompute": o.recompute, "rates": [], "bytes": {}}
     with Ranks(__file__, n, hosts) as ranks:
         for method in o.methods:
             each = ranks.ask("build", name=method, method=method, shape=vars(shape), recompute=o.recompute)
-            found["bytes"][method] = {mode: max(one[mode] for one in each) for mode in MODES}
+            report["bytes"][method] = {mode: max(one[mode] for one in each) for mode in MODES}
         for rate in o.rates:
             hosts.rate(rate or None)
             one: dict[str, Any] = {"rate": rate, "measured": ranks.ask("link", size=o.probe, times=3)[0], "modes": {}}
@@ -157,19 +157,19 @@ def sweep(hosts: Hosts, o: Namespace, shape: Shape) -> dict[str, Any]:
                 one["modes"][mode] = {method: row_of(rounds, times["dsp"]) for method, rounds in times.items()}
                 for method, row in one["modes"][mode].items():
                     show(f"{mode:<6}{METHODS[method]}", row)
-            found["rates"].append(one)
-    shares(found)
-    return found
+            report["rates"].append(one)
+    shares(report)
+    return report
 
 
-def shares(found: dict[str, Any]) -> None:
+def shares(report: dict[str, Any]) -> None:
     """Add the share of communication in a step, twice: by bytes and the rate, and against the run without a limit."""
-    free = next((one for one in found["rates"] if not one["rate"]), None)
-    for one in (one for one in found["rates"] if one["rate"]):
+    free = next((one for one in report["rates"] if not one["rate"]), None)
+    for one in (one for one in report["rates"] if one["rate"]):
         for mode, rows in one["modes"].items():
             for method, row in rows.items():
                 seconds = row["seconds"]["median"]
-                row["share_of_link"] = found["bytes"][method][mode] * 8e-6 / one["rate"] / seconds
+                row["share_of_link"] = report["bytes"][method][mode] * 8e-6 / one["rate"] / seconds
                 if free:
                     row["share_measured"] = 1 - free["modes"][mode][method]["seconds"]["median"] / seconds
 
@@ -208,7 +208,7 @@ def overlap(hosts: Hosts, o: Namespace) -> dict[str, Any]:
     The rounds of a way, their spread, and what is left of the first way's waiting, are under its name.
     """
     shape = Shape(hidden=256, heads=4, depth=2, frames=16, side=16)
-    found: dict[str, Any] = {"shape": asdict(shape), "sent": {}, "shares": {str(share): {} for share in o.shares}}
+    report: dict[str, Any] = {"shape": asdict(shape), "sent": {}, "shares": {str(share): {} for share in o.shares}}
     with Ranks(__file__, 2, hosts) as ranks:
 
         def ask(name: str) -> list[Any]:
@@ -218,20 +218,20 @@ def overlap(hosts: Hosts, o: Namespace) -> dict[str, Any]:
         for ways in SENT:
             for name, how in ways.items():
                 each = ranks.ask("build", name=name, method="dsp", shape=vars(shape), **how)[0]
-                found["sent"][name] = each["train"] - each["average"]
+                report["sent"][name] = each["train"] - each["average"]
             first = next(iter(ways))
             for share in o.shares:
                 free = take_turns(["free"], o.rounds, ask)["free"]
-                rate = found["sent"][first] * 8e-6 / (statistics.median(map(sum, free)) * share / (1 - share))
-                times = {name: [*map(sum, own)] for name, own in take_turns([*ways, "free"], o.rounds, ask).items()}
+                rate = report["sent"][first] * 8e-6 / (statistics.median(map(sum, free)) * share / (1 - share))
+                times = {name: [*map(sum, pairs)] for name, pairs in take_turns([*ways, "free"], o.rounds, ask).items()}
                 waited = statistics.median(a - b for a, b in zip(times[first], times["free"]))
-                one = found["shares"][str(share)][first] = {"rate": rate, "free": times["free"]}
+                one = report["shares"][str(share)][first] = {"rate": rate, "free": times["free"]}
                 for name in ways:
                     left = statistics.median(a - b for a, b in zip(times[name], times["free"])) / max(waited, 1e-9)
                     ratio = spread([a / b for a, b in zip(times[name], times[first])])
                     one[name] = {"rounds": times[name], "seconds": spread(times[name]), "ratio": ratio, "left": left}
                     show(f"{share:.0%} at {rate:.0f} Mbit/s, {name}: {left:.0%} left", one[name], first)
-    return found
+    return report
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -251,11 +251,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     # as many heads as the most ranks, or Ulysses and Megatron have nothing to give to a rank
     shape = Shape(o.hidden, max(8, *o.ranks), o.depth, 1, o.frames, o.side)
-    found = circumstances(arguments) | {"shape": asdict(shape), "methods": o.methods, "scaling_rate": o.scaling_rate}
+    report = circumstances(arguments) | {"shape": asdict(shape), "methods": o.methods, "scaling_rate": o.scaling_rate}
     with stoppable(), Hosts(max(o.ranks)) as hosts:
-        found["sweep"] = sweep(hosts, o, shape)
-        found["scaling"] = scaling(hosts, o, shape)
-    write_down("cluster", o.out, found)
+        report["sweep"] = sweep(hosts, o, shape)
+        report["scaling"] = scaling(hosts, o, shape)
+    write_down("cluster", o.out, report)
     return 0
 
 

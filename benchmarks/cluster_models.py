@@ -117,8 +117,8 @@ def build(model: str, size: str) -> list[float]:
     one_copy(bare)
     losses = []
     for method in METHODS:
-        own = copy.deepcopy(bare, {id(p): p for p in bare.parameters()})
-        step = cluster.STEPS[method] = Step(model, method, own, inputs)
+        replica = copy.deepcopy(bare, {id(p): p for p in bare.parameters()})
+        step = cluster.STEPS[method] = Step(model, method, replica, inputs)
         loss = step.forward()
         step.backward(loss)
         losses.append(float(loss))
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     if reason := why_not():
         print(f"skipped: hosts cannot be emulated here: {reason}")
         return 0
-    found: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     with stoppable(), Hosts(o.ranks, keeps=400) as hosts, Ranks(__file__, o.ranks, hosts) as ranks:
         for size, model in itertools.product(o.sizes, o.models):
             hosts.rate(None)
@@ -146,10 +146,10 @@ def main(arguments: Sequence[str]) -> int:
                 ask = lambda name, mode=mode: ranks.ask("timed", name=name, mode=mode)  # noqa: E731
                 times = cluster.take_turns(METHODS, o.rounds, ask)
                 rows = {method: cluster.row_of(rounds, times["dsp"]) for method, rounds in times.items()}
-                found.append({"size": size, "model": model, "rate": rate, "mode": mode, "rows": rows})
+                steps.append({"size": size, "model": model, "rate": rate, "mode": mode, "rows": rows})
                 for method, row in rows.items():
                     cluster.show(f"{size} {model}, {rate_name(rate)}, {mode}: {method}", row)
-    write_down("cluster-models", o.out, circumstances(arguments) | {"ranks": o.ranks, "steps": found})
+    write_down("cluster-models", o.out, circumstances(arguments) | {"ranks": o.ranks, "steps": steps})
     return 0
 
 

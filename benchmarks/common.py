@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PICTURES, DOCS = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs"
-Found = dict[str, Any]
+Report = dict[str, Any]
 CIRCUMSTANCES = "command", "commit", "machine"
 
 
@@ -57,7 +57,7 @@ def on_ranks(n: int, work: Callable[..., None], *arguments: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-def circumstances(arguments: Sequence[str]) -> Found:
+def circumstances(arguments: Sequence[str]) -> Report:
     """How, of which commit, when and on which machine something is measured."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
@@ -75,30 +75,30 @@ def circumstances(arguments: Sequence[str]) -> Found:
     }  # fmt: skip
 
 
-def save(path: Path, found: Found) -> None:
+def save(path: Path, report: Report) -> None:
     """Write {"command", "commit", "machine", "results": {...}}; a reader sees all of this report or of another."""
-    results = {key: value for key, value in found.items() if key not in CIRCUMSTANCES}
-    written = {key: found[key] for key in CIRCUMSTANCES} | {"results": results}
+    results = {key: value for key, value in report.items() if key not in CIRCUMSTANCES}
+    written = {key: report[key] for key in CIRCUMSTANCES} | {"results": results}
     aside = path.with_suffix(".part")
     aside.write_text(json.dumps(written, indent=1, default=str) + "\n")
     aside.replace(path)
 
 
-def read(path: Path) -> Found:
+def read(path: Path) -> Report:
     """Results and their circumstances together, as `save` was given them."""
     written = json.loads(path.read_text())
     return {key: written[key] for key in CIRCUMSTANCES} | written["results"]
 
 
-def write_down(name: str, out: Path | None, found: Found) -> None:
+def write_down(name: str, out: Path | None, report: Report) -> None:
     """Save results to OUT.json and draw OUT.svg of them, by default where the docs look."""
     from benchmarks import draw
 
     numbers, drawn = (RESULTS / name, PICTURES / name) if out is None else (out, out)
-    save(path := Path(f"{numbers}.json"), found)
+    save(path := Path(f"{numbers}.json"), report)
     print("wrote", path)
     if name in draw.PICTURES_OF:
-        draw.redraw(name, found, Path(f"{drawn}.svg"))
+        draw.redraw(name, report, Path(f"{drawn}.svg"))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

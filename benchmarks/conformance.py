@@ -72,10 +72,10 @@ ORDER = ("exact", "scaled", "wrong", "hangs", "raw error", "refused")  # what te
 Answer = dict[str, Verdict]  # of the output, of averaged and of summed gradients; of backward, if it raised
 
 
-def compare(found: Sequence[Tensor], right: Sequence[Tensor], exact: float, floor: float = 0.0) -> Verdict:
+def compare(outputs: Sequence[Tensor], right: Sequence[Tensor], exact: float, floor: float = 0.0) -> Verdict:
     """Differences are over the largest value of what is right, or `floor`."""
     factors = []
-    for x, y in zip(found, right, strict=True):
+    for x, y in zip(outputs, right, strict=True):
         if x.shape != y.shape:
             return Verdict("wrong")
         allowed = exact * (max(y.abs().max().item(), floor) or 1.0)
@@ -105,16 +105,16 @@ def raised(answer: Answer) -> bool:
 
 def merged(answers: list[Answer], ranks: int) -> Answer:
     """One answer for all ranks: of each part what is furthest from exact, a death before what it did to others."""
-    found: Answer = {}
+    worst: Answer = {}
     for answer in answers:
         for part, verdict in answer.items():
-            tells = [(ORDER.index(v.kind), v.says.startswith(DIES)) for v in (found.get(part, verdict), verdict)]
-            found[part] = verdict if tells[1] > tells[0] else found.get(part, verdict)
-    if len(answers) < ranks and not raised(found):
-        found["backward" if "output" in found else "output"] = Verdict("hangs")
-    if found["output"].kind in ("raw error", "refused"):  # another rank may have gone on
-        return {"output": found["output"]}
-    return found
+            tells = [(ORDER.index(v.kind), v.says.startswith(DIES)) for v in (worst.get(part, verdict), verdict)]
+            worst[part] = verdict if tells[1] > tells[0] else worst.get(part, verdict)
+    if len(answers) < ranks and not raised(worst):
+        worst["backward" if "output" in worst else "output"] = Verdict("hangs")
+    if worst["output"].kind in ("raw error", "refused"):  # another rank may have gone on
+        return {"output": worst["output"]}
+    return worst
 
 
 def work(cell: Cell, method: Method, rank: int, store: str, pipe: Any) -> None:
@@ -225,19 +225,19 @@ def entry(cell: Cell, answer: Answer) -> str:
     return f"gradients {word(cell, gradients, True)}"
 
 
-def over_ranks(found: dict[Cell, Answer], say: Callable[[Cell, Answer], str]) -> str:
+def over_ranks(answers: dict[Cell, Answer], say: Callable[[Cell, Answer], str]) -> str:
     groups = defaultdict(list)
-    for cell, answer in found.items():
+    for cell, answer in answers.items():
         groups[say(cell, answer)].append(str(cell.ranks))
     return next(iter(groups)) if len(groups) == 1 else "; ".join(f"{', '.join(ns)}: {t}" for t, ns in groups.items())
 
 
 def entries(name: str, answers: dict[Cell, Answer]) -> dict[str, Entries]:
     """The entries that a method's answers put into each table."""
-    method, found = METHODS[name], {title: Entries() for title in TABLES}
+    method, tables = METHODS[name], {title: Entries() for title in TABLES}
     version = f"{method.package} {importlib.metadata.version(method.package).split('+')[0]}"
     columns = zip(TABLES["methods"][1], (version, method.how, time.strftime("%Y-%m-%d")))
-    found["methods"] = {(name, column): text for column, text in columns}
+    tables["methods"] = {(name, column): text for column, text in columns}
     groups: dict[tuple[str, str], dict[Cell, Answer]] = defaultdict(dict)
     said: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for cell, answer in answers.items():
@@ -249,13 +249,13 @@ def entries(name: str, answers: dict[Cell, Answer]) -> dict[str, Entries]:
                 where += [what] * (what not in where)
     for (model, circumstance), group in groups.items():
         title, before = ("attention", "") if model == "attention" else ("models", f"{model}: ")
-        found[title][before + circumstance, name] = over_ranks(group, entry)
+        tables[title][before + circumstance, name] = over_ranks(group, entry)
         for row, way in WAYS.items() if circumstance == EVEN else ():
             say = partial(lambda way, cell, answer: word(cell, answer[way], True) if way in answer else "", way)
-            found[title][before + row, name] = over_ranks(group, say)
+            tables[title][before + row, name] = over_ranks(group, say)
     lines = (f"{', '.join(where)}: {kind}, `{says}`" for (kind, _), (says, where) in said.items())
-    found["errors"][name, "says"] = "<br>".join(lines).replace("|", "/") or "nothing"
-    return found
+    tables["errors"][name, "says"] = "<br>".join(lines).replace("|", "/") or "nothing"
+    return tables
 
 
 def read(page: str, name: str) -> Entries:
@@ -264,14 +264,14 @@ def read(page: str, name: str) -> Entries:
     return {(row[0], column): text for row in rows for column, text in zip(head[1:], row[1:])}
 
 
-def written(page: str, found: dict[str, Entries]) -> str:
+def written(page: str, tables: dict[str, Entries]) -> str:
     """The page with these entries in place of those that it had."""
-    made = {}
+    contents = {}
     for name, (rows, columns) in TABLES.items():
-        both = read(page, name) | found.get(name, {})
+        both = read(page, name) | tables.get(name, {})
         cells = [[row, *(both.get((row, column), "") for column in columns)] for row in rows]
-        made[name] = [*table(["", *columns], cells)]
-    return fill(page, made)
+        contents[name] = [*table(["", *columns], cells)]
+    return fill(page, contents)
 
 
 def prepare() -> None:

@@ -49,22 +49,22 @@ def untrained(protein: Protein) -> dict[str, Tensor]:
 
 
 def long_range(protein: Protein, score: Tensor) -> Tensor:
-    found = contact_precision(score, *truth(protein))
-    return torch.tensor([found[f"long P@{part}"] for part in PARTS])
+    precision = contact_precision(score, *truth(protein))
+    return torch.tensor([precision[f"long P@{part}"] for part in PARTS])
 
 
 def words(precision: Tensor) -> str:
     return ", ".join(f"{value:.3f}" for value in precision.tolist())
 
 
-def tabulate(found: dict[str, dict[str, Tensor]]) -> None:
+def tabulate(results: dict[str, dict[str, Tensor]]) -> None:
     """Precisions of every protein by every way; the models are the last."""
-    first = next(iter(found.values()))
-    means = {way: torch.stack([precisions[way] for precisions in found.values()]).mean(0) for way in first}
+    first = next(iter(results.values()))
+    means = {way: torch.stack([precisions[way] for precisions in results.values()]).mean(0) for way in first}
     for way, mean in means.items():
-        print(f"{way:<26}", *(f"{name} {words(found[name][way])} " for name in found), "mean", words(mean))
+        print(f"{way:<26}", *(f"{name} {words(results[name][way])} " for name in results), "mean", words(mean))
     models = [way for way in first if way.startswith("model")]
-    for name, precisions in found.items():
+    for name, precisions in results.items():
         print(f"{name}, mean of the runs: {words(torch.stack([precisions[way] for way in models]).mean(0))}")
     of_runs = torch.stack([means[way] for way in models])
     spread = words(of_runs.std(0)) if len(models) > 1 else "of one run"
@@ -111,8 +111,9 @@ def domains(checkout: Path, out: Path) -> None:
             continue
         residues = chain(structures[0])
         columns = [i for i, letter in enumerate(query) if letter != "-"]
-        own = "".join(query[i] for i in columns)
-        blocks = SequenceMatcher(None, own, "".join(key[0] for key in residues), autojunk=False).get_matching_blocks()
+        letters = "".join(query[i] for i in columns)
+        chain_letters = "".join(key[0] for key in residues)
+        blocks = SequenceMatcher(None, letters, chain_letters, autojunk=False).get_matching_blocks()
         pairs = [(columns[block.a + k], list(residues)[block.b + k]) for block in blocks for k in range(block.size)]
         lines = [line for _, residue in pairs for line in residues[residue]]
         (out / f"{name}.pdb").write_text("\n".join([*lines, "END", ""]))
@@ -139,8 +140,8 @@ def main() -> None:
         run.infer.arguments(asked)
         defaults = asked.parse_args([str(options.folder)])
         for name, protein in proteins.items():
-            told = replace(protein, couplings=relative(scores[name]["direct couplings of these"]).numpy())
-            predicted = run.infer.predict(run.model, told, min(ROWS, len(protein.msa)), defaults, run.device)
+            query = replace(protein, couplings=relative(scores[name]["direct couplings of these"]).numpy())
+            predicted = run.infer.predict(run.model, query, min(ROWS, len(protein.msa)), defaults, run.device)
             scores[name][f"model, {path.name}"] = predicted.contact
         run.close()
 

@@ -236,10 +236,10 @@ def kernel_for_diffusers() -> None:
 def unequal_all_gather() -> None:
     """NCCL gathers parts of unequal sizes, by broadcasts; gloo does not, and the "anything" modes do."""
 
-    def gather_by_broadcasts(parts: list[Tensor], own: Tensor, group: Any = None) -> None:
+    def gather_by_broadcasts(parts: list[Tensor], local: Tensor, group: Any = None) -> None:
         for i, part in enumerate(parts):
             if i == dist.get_rank(group):
-                part.copy_(own)
+                part.copy_(local)
             dist.broadcast(part, group_src=i, group=group)
 
     dist.all_gather = gather_by_broadcasts
@@ -319,8 +319,8 @@ def by_deepspeed(model: nn.Module, mesh: DeviceMesh, it: Circumstance, stages: S
     deepspeed.init_distributed("gloo", verbose=False)
     groups.mpu = SimpleNamespace(get_sequence_parallel_rank=mesh.get_local_rank)  # asked for where heads are uneven
     for layer in model.layers:
-        apart = DistributedAttention(plain, mesh.get_group(), scatter_idx=2, gather_idx=1)
-        layer.attend = lambda q, k, v, mask, causal, apart=apart: apart(q, k, v, 0, None, mask, causal)
+        core = DistributedAttention(plain, mesh.get_group(), scatter_idx=2, gather_idx=1)
+        layer.attend = lambda q, k, v, mask, causal, core=core: core(q, k, v, 0, None, mask, causal)
 
     def part(x: Tensor) -> Tensor:
         return x.tensor_split(mesh.size(), 1)[mesh.get_local_rank()]

@@ -83,20 +83,20 @@ class Measured:
     recompute: str
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> "Measured":
-        shape, sweep, points = Shape(**found["shape"]), found["sweep"], []
+    def read(cls, report: dict[str, Any]) -> "Measured":
+        shape, sweep, points = Shape(**report["shape"]), report["sweep"], []
         rows = [
             {"kind": "sweep", "mode": mode, "ranks": sweep["ranks"], "rate": one["rate"], "method": method, **row}
             for one in sweep["rates"] for mode, rows in one["modes"].items() for method, row in rows.items()
         ]  # fmt: skip
-        for row in [*rows, *({"rate": found["scaling_rate"], **row} for row in found["scaling"])]:
+        for row in [*rows, *({"rate": report["scaling_rate"], **row} for row in report["scaling"])]:
             larger = replace(shape, batch=shape.batch * (row["ranks"] if row["kind"] == "weak" else 1))
             of, s = (row[key] for key in ("kind", "mode", "ranks", "rate", "method")), row["seconds"]
             points.append(Point(*of, larger, s["median"], (s["most"] - s["least"]) / s["median"]))
         links = {one["rate"]: {k: 125e3 * v for k, v in one["measured"].items()} for one in sweep["rates"]}
-        if found["scaling_rate"] not in links:
-            raise SystemExit(f"the link of the scaling, {found['scaling_rate']} Mbit/s, is not measured in the sweep")
-        return cls(points, links, found["machine"]["cores"], sweep["recompute"])
+        if report["scaling_rate"] not in links:
+            raise SystemExit(f"the link of the scaling, {report['scaling_rate']} Mbit/s, is not measured in the sweep")
+        return cls(points, links, report["machine"]["cores"], sweep["recompute"])
 
 
 @cache
@@ -129,9 +129,11 @@ def hardware(values: dict[str, float], point: Point, measured: Measured) -> dsp.
 
 def predict(values: dict[str, float], point: Point, measured: Measured) -> float:
     """Seconds of a point: what cluster.py runs averages all gradients at once, when backward is done."""
-    made = plan(point.shape, point.method, point.ranks, point.mode, measured.recompute)
-    averaged = all_reduced(4 * (weights(point.shape) - made.cut_weights), point.ranks) if point.mode == "train" else []
-    return made.takes(hardware(values, point, measured), averaged, overlap=False).step
+    scheme = plan(point.shape, point.method, point.ranks, point.mode, measured.recompute)
+    averaged = (
+        all_reduced(4 * (weights(point.shape) - scheme.cut_weights), point.ranks) if point.mode == "train" else []
+    )
+    return scheme.takes(hardware(values, point, measured), averaged, overlap=False).step
 
 
 def design(measured: Measured) -> Any:
@@ -144,8 +146,8 @@ def fit(columns: Any, seconds: Any) -> dict[str, float]:
     """The least squares of relative errors, none negative; columns are scaled, for they differ by 10^12."""
     relative = columns / seconds[:, None]
     scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-300)
-    found, _ = nnls(relative / scale, np.ones(len(seconds)))
-    return dict(zip(PARAMETERS, (float(v) for v in found / scale)))
+    coefficients, _ = nnls(relative / scale, np.ones(len(seconds)))
+    return dict(zip(PARAMETERS, (float(v) for v in coefficients / scale)))
 
 
 def leave_one_out(measured: Measured) -> tuple[dict[str, float], list[float]]:
@@ -179,20 +181,20 @@ def calibration(measured: Measured) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show_calibration(found: dict[str, Any]) -> None:
-    print("fitted: " + ", ".join(f"{name} {value:.3g}" for name, value in found["parameters"].items()))
-    for row in found["points"]:
+def show_calibration(report: dict[str, Any]) -> None:
+    print("fitted: " + ", ".join(f"{name} {value:.3g}" for name, value in report["parameters"].items()))
+    for row in report["points"]:
         name = f"{row['kind']} {row['mode']} {row['ranks']} ranks, {rate_name(row['rate'])}, {METHODS[row['method']]}"
         mark = "  over" if abs(row["error"]) > AIM else ""
         print(
             f"{name:<55}{row['seconds']:8.3f} s, predicted {row['predicted']:8.3f}{row['error']:+8.1%}, rounds differ "
             f"by {row['spread']:.0%}{mark}"
         )
-    again = found["repeats"]
+    repeats = report["repeats"]
     print(
-        f"leave-one-out error: median {found['median']:.1%}, worst {found['worst']:.1%}, {found['over']} of "
-        f"{len(found['points'])} over {AIM:.0%}; the {again['count']} measured twice differ by {again['median']:.1%}, "
-        f"at most {again['worst']:.1%}"
+        f"leave-one-out error: median {report['median']:.1%}, worst {report['worst']:.1%}, {report['over']} of "
+        f"{len(report['points'])} over {AIM:.0%}; the {repeats['count']} measured twice differ by "
+        f"{repeats['median']:.1%}, at most {repeats['worst']:.1%}"
     )
 
 
@@ -237,15 +239,15 @@ class Deep:
             str(RUN), "dry_run=true", f"model.size={size}", f"data.buckets=[{frames}x128x128]", f"train.batch={batch}",
         ]  # fmt: skip
 
-        def made(*more: str) -> tuple[Any, ...]:
+        def setup(*more: str) -> tuple[Any, ...]:
             config = cfg.load([*options, f"hardware.device={device}", *more])
             task = cfg.create_task(config)
             return known_hardware(config), config, task, without_weights(config, task)[1]
 
-        hardware, config, task, objective = made()
+        hardware, config, task, objective = setup()
         self.memory = Memory(config, task, objective.model)
         self.config, self.depth = config, objective.model.config.depth
-        shallow = (made(f"model.overrides.depth={depth}") for depth in (1, 2))
+        shallow = (setup(f"model.overrides.depth={depth}") for depth in (1, 2))
         self.shallow = [steps_on(*one, self.memory) for one in shallow]
         deep = steps_on(hardware, config, task, objective, self.memory)
         self.steps = replace(deep, plan=self.plan)
@@ -287,9 +289,9 @@ def step(size: str, frames: int, method: str, dp: int, sp: int, batch: int = 1) 
         return None
 
 
-def useful(size: str, frames: int, found: Timing) -> float:
+def useful(size: str, frames: int, timing: Timing) -> float:
     """The share of the time in which a rank does what one rank alone would do."""
-    return found.seconds.alone / found.sp / found.seconds.step
+    return timing.seconds.alone / timing.sp / timing.seconds.step
 
 
 def figure_5() -> list[dict[str, Any]]:
@@ -299,10 +301,10 @@ def figure_5() -> list[dict[str, Any]]:
         for i, frames in enumerate((128, 256, 512, 1024)):
             for method, each in methods.items():
                 sp = each[i]
-                found = step(size, frames, method, 128 // sp, sp) if sp else None
-                if found:
-                    row = {"size": size, "frames": frames, "method": method, "sp": sp, "rate": found.rate}
-                    rows.append(row | {"useful": useful(size, frames, found)})
+                timing = step(size, frames, method, 128 // sp, sp) if sp else None
+                if timing:
+                    row = {"size": size, "frames": frames, "method": method, "sp": sp, "rate": timing.rate}
+                    rows.append(row | {"useful": useful(size, frames, timing)})
     return rows
 
 
@@ -313,9 +315,9 @@ def scaling(settings: dict[str, Any], weak: bool) -> list[dict[str, Any]]:
         for frames, sizes in parts:
             for n, method in itertools.product(sizes, METHODS):
                 batch = n // sizes[0] if weak else 1
-                found = step(size, frames, method, 1, n, batch) if n > 1 or method == "dsp" else None
-                if found:
-                    row = {"size": size, "frames": frames, "ranks": n, "method": method, "rate": found.rate}
+                timing = step(size, frames, method, 1, n, batch) if n > 1 or method == "dsp" else None
+                if timing:
+                    row = {"size": size, "frames": frames, "ranks": n, "method": method, "rate": timing.rate}
                     if not weak and n == sizes[-1]:
                         row["forward"] = steps(size, frames).forward(method, n)
                     rows.append(row)
@@ -326,8 +328,8 @@ def table_9() -> list[dict[str, Any]]:
     """Communication of forward and backward at 8M tokens, within a node and beyond one."""
     one, rows = steps("720m", 2048), []
     for n, method in itertools.product((8, 16), TABLE_9):
-        made = one.plan(method, n)
-        sent = replace(made, sends=made.sends | {"recompute": {}}).exchanges
+        plan = one.plan(method, n)
+        sent = replace(plan, sends=plan.sends | {"recompute": {}}).exchanges
         rows.append({"ranks": n, "method": method, "seconds": one.steps.hardware.seconds(*sent)})
     return rows
 
@@ -337,10 +339,10 @@ def over_ranks() -> list[dict[str, Any]]:
     rows = []
     for n in (2**i for i in range(3, 11)):
         for method in METHODS:
-            found = step("3b", 1024, method, 1, n)
-            if found:
+            timing = step("3b", 1024, method, 1, n)
+            if timing:
                 row = {"kind": "one sample", "size": "3b", "frames": 1024, "ranks": n, "method": method}
-                rows.append(row | described(found, steps("3b", 1024)))
+                rows.append(row | described(timing, steps("3b", 1024)))
             best = most(steps("3b", 128), n, (method,))
             if best:
                 row = {"kind": "best", "size": "3b", "frames": 128, "ranks": n, "method": method}
@@ -350,7 +352,7 @@ def over_ranks() -> list[dict[str, Any]]:
 
 def most(one: Deep, ranks: int, methods: Sequence[str] = tuple(METHODS)) -> Timing | None:
     """The (dp, sp, method) of most tokens/s, of those that fit. On sp=1 all methods are the same."""
-    found = []
+    timings = []
     for sp in (2**i for i in range(ranks.bit_length()) if 2**i <= MOST_SP):
         for method in methods if sp > 1 else ("dsp",):
             if not one.may_fit(ranks // sp, sp):
@@ -360,16 +362,16 @@ def most(one: Deep, ranks: int, methods: Sequence[str] = tuple(METHODS)) -> Timi
             except ValueError:
                 continue
             if one.steps.fits(timing):
-                found.append(timing)
-    return max(found, key=lambda timing: timing.rate, default=None)
+                timings.append(timing)
+    return max(timings, key=lambda timing: timing.rate, default=None)
 
 
-def described(found: Timing, one: Deep) -> dict[str, Any]:
-    e = found.seconds
+def described(timing: Timing, one: Deep) -> dict[str, Any]:
+    e = timing.seconds
     parts = {"compute": e.compute, "comm": e.comm, "weights": e.weights}
     return {
-        "dp": found.dp, "sp": found.sp, "seconds": e.step, "tokens_per_s": found.rate, "held": found.held,
-        "fits": one.steps.fits(found), **parts,
+        "dp": timing.dp, "sp": timing.sp, "seconds": e.step, "tokens_per_s": timing.rate, "held": timing.held,
+        "fits": one.steps.fits(timing), **parts,
     }  # fmt: skip
 
 
@@ -379,8 +381,8 @@ def best_table() -> list[dict[str, Any]]:
         one = steps(size, frames).on(device)
         row = {"size": size, "frames": frames, "ranks": ranks, "device": device}
         for name, methods in (("best", tuple(METHODS)), ("rival", tuple(m for m in METHODS if m != "dsp"))):
-            found = most(one, ranks, methods)
-            row[name] = {"method": found.method, **described(found, one)} if found else None
+            timing = most(one, ranks, methods)
+            row[name] = {"method": timing.method, **described(timing, one)} if timing else None
         rows.append(row)
     return rows
 
@@ -391,18 +393,18 @@ def main(arguments: Sequence[str]) -> int:
         print(f"there is no {o.measured}: python benchmarks/cluster.py measures it")
         return 1
     steps_there = read(o.measured)
-    found = circumstances(arguments) | {
+    report = circumstances(arguments) | {
         "measured": {key: steps_there[key] for key in ("commit", "machine", "shape")},
         "aim": AIM, "patches": PATCHES, "calibration": calibration(Measured.read(steps_there)),
     }  # fmt: skip
-    show_calibration(found["calibration"])
+    show_calibration(report["calibration"])
     if o.only_calibration:
         return 0
-    found |= {
+    report |= {
         "figure_5": figure_5(), "figure_6": scaling(WEAK, True), "figure_7": scaling(STRONG, False),
         "table_9": table_9(), "ranks": over_ranks(), "best": best_table(),
     }  # fmt: skip
-    write_down("cost-model", o.out, found)
+    write_down("cost-model", o.out, report)
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import PICTURES, RESULTS, Found, options, rate_name, read
+from benchmarks.common import PICTURES, RESULTS, Report, options, rate_name, read
 from benchmarks.methods import COLOURS, METHODS, Shape, layouts, two_layers
 
 INK = "#777b82"
@@ -94,14 +94,14 @@ def legend(figure: Any, axes: Sequence[Any], **more: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 
-def wire(found: Found) -> Any:
+def wire(report: Report) -> Any:
     """Bytes a rank sends in a layer, by method and number of ranks; dashes are formulas."""
-    sizes, m = sorted({row["ranks"] for row in found["rows"]}), Shape(**found["shape"]).activation
+    sizes, m = sorted({row["ranks"] for row in report["rows"]}), Shape(**report["shape"]).activation
     figure, axes = panels(1, 2, 3.6)
     titles = {"A layer, forward": ("forward",), "A layer of a training step, stages recomputed": None}
     for ax, (title, phases) in zip(axes, titles.items()):
         for method in METHODS:
-            rows = sorted((r for r in found["rows"] if r["method"] == method), key=lambda row: row["ranks"])
+            rows = sorted((r for r in report["rows"] if r["method"] == method), key=lambda row: row["ranks"])
             for key in ("bytes", "formula") if rows else ():
                 points = [(sizes.index(r["ranks"]), sum(r[key][p] for p in phases or r[key]) / m) for r in rows]
                 dash(ax, points) if key == "formula" else plot(ax, method, points)
@@ -111,7 +111,7 @@ def wire(found: Found) -> Any:
     return figure
 
 
-def by_ranks(ax: Any, title: str, rows: Sequence[Found], key: str, scale: float = 1) -> None:
+def by_ranks(ax: Any, title: str, rows: Sequence[Report], key: str, scale: float = 1) -> None:
     """A line a method over the number of ranks; one rank alone has no method."""
     sizes = sorted({row["ranks"] for row in rows})
     for method in METHODS:
@@ -121,19 +121,20 @@ def by_ranks(ax: Any, title: str, rows: Sequence[Found], key: str, scale: float 
     label(ax, title, sizes, "ranks")
 
 
-def cluster(found: Found) -> Any:
+def cluster(report: Report) -> Any:
     """Time by method and rate of a link, over DSP's, and tokens/s by the number of ranks."""
-    rates = found["sweep"]["rates"]
+    rates = report["sweep"]["rates"]
     figure, axes = panels(2, 2, 6.4)
     for ax, mode, title in zip(axes, ("train", "infer"), ("a training step", "a forward")):
-        for method in found["methods"]:
+        for method in report["methods"]:
             ratios = [one["modes"][mode][method]["ratio"] for one in rates]
             plot(ax, method, [(i, r["median"], r["least"], r["most"]) for i, r in enumerate(ratios)])
         names = [short(one["rate"]) for one in rates]
-        label(ax, f"Time of {title} / DSP's, {found['sweep']['ranks']} hosts", names, "rate of a link, bit/s", log=True)
+        hosts = report["sweep"]["ranks"]
+        label(ax, f"Time of {title} / DSP's, {hosts} hosts", names, "rate of a link, bit/s", log=True)
     for ax, kind in zip(axes[2:], ("weak", "strong")):
-        rows = [r for r in found["scaling"] if r["kind"] == kind and r["mode"] == "train"]
-        by_ranks(ax, f"Tokens/s, {kind} scaling at {rate_name(found['scaling_rate'])}", rows, "tokens_per_s")
+        rows = [r for r in report["scaling"] if r["kind"] == kind and r["mode"] == "train"]
+        by_ranks(ax, f"Tokens/s, {kind} scaling at {rate_name(report['scaling_rate'])}", rows, "tokens_per_s")
     legend(figure, axes, least_to_most={"linewidth": 1.5, "marker": "|", "linestyle": "none", "markersize": 12})
     return figure
 
@@ -142,9 +143,9 @@ def short(megabits: float) -> str:
     return rate_name(megabits).removesuffix("bit/s")
 
 
-def memory(found: Found) -> Any:
+def memory(report: Report) -> Any:
     """Memory a rank, and what fits a budget of it; dashes are in proportion to the ranks."""
-    rows, budget = found["rows"], f"in {found['budget'] / 2**20:.0f} MiB a rank"
+    rows, budget = report["rows"], f"in {report['budget'] / 2**20:.0f} MiB a rank"
     one = next(row for row in rows if row["ranks"] == 1)
     figure, axes = panels(1, 3, 3.4)
     titles = "MiB a rank of a step", f"Frames {budget}", f"Samples {budget}"
@@ -157,11 +158,11 @@ def memory(found: Found) -> Any:
     return figure
 
 
-def cost_model(found: Found) -> Any:
+def cost_model(report: Report) -> Any:
     """Steps and forwards as measured and as predicted; below, predictions for clusters from data sheets."""
     figure, axes = panels(2, 2, 6.4)
     for ax, mode, title in zip(axes, ("train", "infer"), ("a training step", "a forward")):
-        rows = [row for row in found["calibration"]["points"] if (row["kind"], row["mode"]) == ("sweep", mode)]
+        rows = [row for row in report["calibration"]["points"] if (row["kind"], row["mode"]) == ("sweep", mode)]
         rates = list(dict.fromkeys(row["rate"] for row in rows))
         for method in METHODS:
             mine = [row for row in rows if row["method"] == method]
@@ -171,7 +172,7 @@ def cost_model(found: Found) -> Any:
     kinds = {"one sample": "Seconds of a step: 3B, 4M tokens on all ranks"}
     kinds |= {"best": "Thousand tokens/s a GPU: 3B, 0.5M tokens"}
     for ax, (kind, title) in zip(axes[2:], kinds.items()):
-        rows = [row for row in found["ranks"] if row["kind"] == kind]
+        rows = [row for row in report["ranks"] if row["kind"] == kind]
         sizes = list(dict.fromkeys(row["ranks"] for row in rows))
         for method in METHODS:
             mine = [row for row in rows if row["method"] == method]
@@ -184,34 +185,35 @@ def cost_model(found: Found) -> Any:
     return figure
 
 
-def decoding(found: Found) -> Any:
+def decoding(report: Report) -> Any:
     """The most that a rank holds, beside weights and 1/N of the rest."""
-    peaks = {int(n): max(each) * 1e-9 for n, each in found["peak"].items()}
-    weights, first = found["weights"] * 1e-9, next(iter(peaks))
+    peaks = {int(n): max(each) * 1e-9 for n, each in report["peak"].items()}
+    weights, first = report["weights"] * 1e-9, next(iter(peaks))
     figure, (ax,) = panels(1, 1, 3.2)
     ax.plot(range(len(peaks)), [*peaks.values()], color=COLOURS["dsp"], marker="o", linewidth=2, label="a rank holds")
     ideal = [weights + (peaks[first] - weights) * first / n for n in peaks]
     ax.plot(range(len(peaks)), ideal, "--", color=INK, marker="o", label="weights, and 1/N of the rest")
-    label(ax, f"GB a rank, decoding {found['rows']} x {found['columns']} pixels by AutoencoderKLWan", [*peaks], "ranks")
+    size = f"{report['rows']} x {report['columns']}"
+    label(ax, f"GB a rank, decoding {size} pixels by AutoencoderKLWan", [*peaks], "ranks")
     ax.legend()
     figure.set_figwidth(6.2)
     return figure
 
 
-def fold_memory(found: Found) -> Any:
+def fold_memory(report: Report) -> Any:
     """Bars of MiB a rank, each beside the share of one rank's memory."""
-    runs = found["runs"][::-1]
+    runs = report["runs"][::-1]
     one = next(row["mib"] for row in runs if row["kind"] == "dsp" and row["ranks"] == 1)
     ours = [row["kind"] == "dsp" for row in runs]
     names = [f"dsp, {row['ranks']} rank{'s' * (row['ranks'] > 1)}" for row in runs]
-    names = [name if own else "OpenFold3, 1 process" for name, own in zip(names, ours)]
+    names = [name if flag else "OpenFold3, 1 process" for name, flag in zip(names, ours)]
     figure, (ax,) = panels(1, 1, 2.6)
-    colours = [COLOURS["dsp"] if own else INK for own in ours]
+    colours = [COLOURS["dsp"] if flag else INK for flag in ours]
     ax.bar_label(ax.barh(names, [row["mib"] for row in runs], color=colours, height=0.6), fmt="%.0f MiB", padding=4)
     for i, row in enumerate(runs):
         if row["ranks"] > 1:
             ax.plot([one / row["ranks"]] * 2, [i - 0.4, i + 0.4], color="#d64541", label="one rank's memory / ranks")
-    ax.set(title=f"Memory a rank of one training step, {found['residues']} residues")
+    ax.set(title=f"Memory a rank of one training step, {report['residues']} residues")
     ax.set_xticks([])
     ax.spines["bottom"].set_visible(False)
     ax.grid(visible=False)
@@ -221,7 +223,7 @@ def fold_memory(found: Found) -> Any:
     return figure
 
 
-def ribbon(_: Found) -> Any:
+def ribbon(_: Report) -> Any:
     """The layout of an activation by method, stage by stage, by real plans of two layers of the paper's 720M model.
 
     A colour is the dim that is sharded; under each block is what a rank sends in it and in the switch before.
@@ -272,19 +274,19 @@ def mib(count: int) -> str:
     return f"{count / 2**20:,.0f} MiB"
 
 
-PICTURES_OF: dict[str, Callable[[Found], Any]] = {
+PICTURES_OF: dict[str, Callable[[Report], Any]] = {
     "wire": wire, "cluster": cluster, "memory": memory, "cost-model": cost_model, "decoding": decoding,
     "fold-memory": fold_memory, "ribbon": ribbon,
 }  # fmt: skip
 
 
-def redraw(name: str, found: Found, path: Path, look: bool = False) -> None:
+def redraw(name: str, report: Report, path: Path, look: bool = False) -> None:
     """Draw a picture as SVG; `look`: and as PNG on a light and on a dark page."""
     if find_spec("matplotlib") is None:
         print(f"no {path.name}: it needs matplotlib (pip install -e '.[benchmarks]'), then python benchmarks/draw.py")
         return
     with style():
-        figure = PICTURES_OF[name](found)
+        figure = PICTURES_OF[name](report)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         for page, colour in {"light": "white", "dark": "#0d1117"}.items() if look else ():
             figure.savefig(path.with_name(f"{name}-{page}.png"), facecolor=colour, dpi=96)

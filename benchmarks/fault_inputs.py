@@ -128,19 +128,19 @@ def latents(folder: Path) -> Path:
 
 def read_latents(path: Path) -> None:
     """Read all of the folder that a file is of."""
-    found = LatentFolder(path.parent)
-    found.latents.verify()
-    for clips in found.clips:
+    folder = LatentFolder(path.parent)
+    folder.latents.verify()
+    for clips in folder.clips:
         for entry in clips:
-            found.latent(entry)
-            found.caption(entry)
+            folder.latent(entry)
+            folder.caption(entry)
 
 
 def read_video(path: Path) -> None:
-    found = video_folder.probe(path, verify=True)
-    if isinstance(found, str):
-        raise video_folder.VideoError(found)
-    video_folder.read(found, [0, len(found.times) - 1], 8, 8)
+    video = video_folder.probe(path, verify=True)
+    if isinstance(video, str):
+        raise video_folder.VideoError(video)
+    video_folder.read(video, [0, len(video.times) - 1], 8, 8)
 
 
 def read_state(path: Path) -> None:
@@ -220,7 +220,7 @@ def _structures() -> Iterator[Case]:
     pdb, cif = unpacked("1A8O.pdb"), unpacked("1A8O.cif")
     line = b"SEQRES %3d A%5d  ALA ALA ALA ALA ALA ALA ALA ALA ALA ALA ALA ALA ALA\n"
     seqres = b"".join(line % (i % 999, 1) for i in range(SIZE // 70))
-    first, *_, last = (found.start() for found in re.finditer(rb"(?m)^ATOM.*$", pdb))
+    first, *_, last = (match.start() for match in re.finditer(rb"(?m)^ATOM.*$", pdb))
     body = pdb[first:last]
     models = b"".join(b"MODEL     %4d\n%sENDMDL\n" % (i % 9999, body) for i in range(SIZE // len(body)))
     yield Case("some.pdb", "780,000 residues in SEQRES", seqres + pdb, pdb[:first] + models, read_structure)
@@ -251,8 +251,8 @@ def _alignments() -> Iterator[Case]:
     ):
         yield Case("some.a3m", what, hostile, sound, read_alignment)
     head, lines = b"# STOCKHOLM 1.0\n", b"".join(b"r%06d %s\n" % (i, row) for i in range(rows))
-    again = head + b"q A\n" * (SIZE // 4) + b"//\n"
-    yield Case("some.sto", "one row, in a million parts", again, head + lines + b"//\n", read_alignment)
+    repeats = head + b"q A\n" * (SIZE // 4) + b"//\n"
+    yield Case("some.sto", "one row, in a million parts", repeats, head + lines + b"//\n", read_alignment)
 
 
 def _video(late: int) -> bytes:
@@ -301,8 +301,8 @@ def measured(path: Path, reader: Reader) -> tuple[int, float, str]:
             except Exception as error:
                 said.append(f"{'' if isinstance(error, REFUSED) else 'not its own: '}{type(error).__name__}: {error}")
 
-        found = [*highest(read), "".join(said)[:200]]
-        os.write(tells, json.dumps(found).encode())
+        outcome = [*highest(read), "".join(said)[:200]]
+        os.write(tells, json.dumps(outcome).encode())
         os._exit(0)
     os.close(tells)
     with os.fdopen(sees) as file:

@@ -63,11 +63,11 @@ class Report:
     """The findings, by kind."""
 
     def __init__(self) -> None:
-        self.found: dict[str, dict[str, Any]] = {}
+        self.kinds: dict[str, dict[str, Any]] = {}
         self.broken: list[str] = []
 
     def add(self, kind: str, count: int, **more: Any) -> None:
-        self.found[kind] = {"count": count, **more}
+        self.kinds[kind] = {"count": count, **more}
         print(f"{kind:<10} {count:>6}  " + ", ".join(f"{key} {value}" for key, value in more.items()), flush=True)
 
     def hold(self, sound: bool, what: str) -> bool:
@@ -170,19 +170,19 @@ class Runs:
         self.curve = losses(folder / "quiet")
 
     def arguments(self, name: str, *more: str) -> list[str]:
-        own = [f"runs_dir={self.folder}", f"name={name}", f"train.steps={self.steps}"]
-        return [str(self.file), *own, *more]
+        options = [f"runs_dir={self.folder}", f"name={name}", f"train.steps={self.steps}"]
+        return [str(self.file), *options, *more]
 
     def same(self, directory: Path) -> bool:
         """Tell whether the records are the quiet curve, or its beginning, each step once."""
-        found = [record for record in read_metrics(directory / "metrics.jsonl") if "loss" in record]
-        return [(r["step"], r["loss"]) for r in found] == list(self.curve.items())[: len(found)]
+        records = [record for record in read_metrics(directory / "metrics.jsonl") if "loss" in record]
+        return [(r["step"], r["loss"]) for r in records] == list(self.curve.items())[: len(records)]
 
 
 def named(lines: list[str], pattern: str) -> bool:
     """Tell whether one line names the rank, as the last that is said, and nothing is a traceback."""
-    found = [line for line in lines if re.match(pattern, line)]
-    return len(found) == 1 and lines[-1] == found[0] and not any("Traceback" in line for line in lines)
+    matches = [line for line in lines if re.match(pattern, line)]
+    return len(matches) == 1 and lines[-1] == matches[0] and not any("Traceback" in line for line in lines)
 
 
 def kills(runs: Runs, count: int, chance: random.Random, report: Report) -> None:
@@ -313,13 +313,13 @@ def damages(runs: Runs, count: int, chance: random.Random, report: Report) -> No
             refused, went_on = refused + (not finished), went_on + finished
         after = losses(victim) if finished else {}
         wrong = [step for step, loss in after.items() if curve[step] != loss]
-        found = bool(errors) or any("damaged" in line for line in lines)
-        silent = finished and len(after) < 12 and not found
+        notice = bool(errors) or any("damaged" in line for line in lines)
+        silent = finished and len(after) < 12 and not notice
         report.hold(not wrong and not silent, f"{name}: other records {wrong}, of {len(after)} steps")
         resumed = any("resumed from step 9" in line for line in lines)
         changed += other
         # of the newest checkpoint: found, or gone and the step that the run goes on from is another
-        right = found or (not (victim / newest).exists() and not resumed) if other else bool(errors) or resumed
+        right = notice or (not (victim / newest).exists() and not resumed) if other else bool(errors) or resumed
         report.hold(right, f"{name}: the newest checkpoint was {'damaged' if other else 'sound'}: {lines[:4]}")
     more = {"went_on_with_the_same_curve": went_on, "refused_in_one_line": refused}
     report.add("damages", count, of_the_newest_checkpoint=changed, **more)
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str]) -> int:
     if o.out:
         before = json.loads(o.out.read_text()) if o.out.exists() else {}
         broken = [what for what in before.pop("broken", ()) if what.split()[0] + "s" not in wanted] + report.broken
-        o.out.write_text(json.dumps({**before, **report.found, "broken": broken}, indent=1) + "\n")
+        o.out.write_text(json.dumps({**before, **report.kinds, "broken": broken}, indent=1) + "\n")
     return bool(report.broken)
 
 

@@ -50,11 +50,11 @@ def installing(modules: Sequence[str]) -> str:
 def versions() -> dict[str, str]:
     import torch
 
-    found = {"torch": torch.__version__}
+    versions = {"torch": torch.__version__}
     for name in ("triton", "diffusers", "flash-attn", "fla-core", "mamba-ssm", "torchao", "transformers", "numpy"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def look(dry: bool, peak: float) -> Any:
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         with gpu_parts.FORK.Pool(1) as pool:
             machine = pool.apply_async(look, (o.dry_run, o.peak)).get(60)
     except Exception as problem:
-        print(f"CUDA does not start within a minute: {gpu_parts.told(problem)}; --dry-run goes without it")
+        print(f"CUDA does not start within a minute: {gpu_parts.reason(problem)}; --dry-run goes without it")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what was started
     json_path, page_path = RESULTS / "gpu.json", DOCS / "gpu.md"
@@ -128,17 +128,17 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     print("no GPU: a dry run on the CPU" if machine.dry else f"{machine.name}, peak {machine.peak} TFLOP/s", flush=True)
 
-    found = circumstances([word for word in arguments if word != "--out" and word != str(o.out)])
-    found |= {"shape": asdict(machine.of(speed.FULL, speed.TINY)), "device": machine.name, "memory": machine.memory}
-    found |= {"peak": machine.peak, "dry": machine.dry, "versions": versions(), "finished": False}
-    found |= {"without": {PIP.get(module, module): MORE[module] for module in lacking}}
+    document = circumstances([word for word in arguments if word != "--out" and word != str(o.out)])
+    document |= {"shape": asdict(machine.of(speed.FULL, speed.TINY)), "device": machine.name, "memory": machine.memory}
+    document |= {"peak": machine.peak, "dry": machine.dry, "versions": versions(), "finished": False}
+    document |= {"without": {PIP.get(module, module): MORE[module] for module in lacking}}
     shown: set[str] = set()
 
     def keep(report: dict[str, Any]) -> None:
-        found["parts"] = {part.name: report[part.name] for part in parts if part.name in report}
-        found["took"] = time.monotonic() - began
-        save(json_path, found)
-        page_path.write_text(page.page(found))
+        document["parts"] = {part.name: report[part.name] for part in parts if part.name in report}
+        document["took"] = time.monotonic() - began
+        save(json_path, document)
+        page_path.write_text(page.page(document))
         for name in report.keys() - shown:
             shown.add(name)
             show(report[name])
@@ -146,10 +146,10 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         deadline = began + machine.of(1, 4) * o.budget - RESERVE  # few cores take longer
         report = gpu_parts.run(parts, machine, Path(folder), deadline, keep)
-    found["finished"] = True
+    document["finished"] = True
     keep(report)
-    print(f"{found['took']:.0f} s; wrote {json_path} and {page_path}")
-    return int(any(part["status"] not in ("ok", "left out") for part in found["parts"].values()))
+    print(f"{document['took']:.0f} s; wrote {json_path} and {page_path}")
+    return int(any(part["status"] not in ("ok", "left out") for part in document["parts"].values()))
 
 
 if __name__ == "__main__":

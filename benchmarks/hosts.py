@@ -188,8 +188,8 @@ class Emulated(Hosts):
 
 def sweep() -> None:
     """Take away what a program that was killed has left; its process is no more."""
-    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split()
-    for name in found:
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split()
+    for name in names:
         owner = re.match(r"dsp-(\d+)(-\d+)?$", name)
         if owner and not Path(f"/proc/{owner[1]}").exists():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -408,8 +408,8 @@ def sent() -> int:
 
 def resident(field: str = "VmRSS") -> int:
     """Bytes of this process; VmHWM is the highest since it was last reset."""
-    found = re.search(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024  # type: ignore[index]
+    match = re.search(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(match[1]) * 1024  # type: ignore[index]
 
 
 def highest(run: Callable[[], object]) -> tuple[int, float]:

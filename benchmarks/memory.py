@@ -134,8 +134,8 @@ def by_method(o: Namespace, arguments: Sequence[str]) -> None:
                 for method in o.methods if n > 1 else ["dsp"]:  # one rank alone has no method
                     rows.append(of_method(ranks, method, shape, budget, unit, o.limit))
                     print(line(cells(rows[-1], rows[0])), flush=True)
-    found = circumstances(arguments) | {"shape": asdict(shape), "budget": budget, "methods": o.methods, "rows": rows}
-    write_down("memory", o.out, found)
+    report = circumstances(arguments) | {"shape": asdict(shape), "budget": budget, "methods": o.methods, "rows": rows}
+    write_down("memory", o.out, report)
 
 
 # ------------------------------------------------------------------------------------------------------ a long protein
@@ -213,7 +213,7 @@ def fold_step(kind: str, residues: int, rows: int, precision: str, way: str, dep
         compile_and_recompute(config, model)
         dsp.parallelize(objective, mesh, gather_output=False)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
 
     def run() -> None:
         batch = task.batch(objective, 1, 0, 0, 1)
@@ -221,7 +221,7 @@ def fold_step(kind: str, residues: int, rows: int, precision: str, way: str, dep
         terms = train.mean_losses(objective(**batch))
         loss = torch.stack(list(terms.values())).sum()
         loss.backward()
-        found["loss"] = loss.item()
+        figures["loss"] = loss.item()
         for p in model.parameters():
             if p.grad is not None:
                 dist.all_reduce(p.grad)
@@ -231,13 +231,13 @@ def fold_step(kind: str, residues: int, rows: int, precision: str, way: str, dep
     dist.barrier()
     used = time.process_time()
     with dsp.count_comm() as comm:
-        found["bytes"], found["seconds"] = highest(run)
-    found["cpu"] = time.process_time() - used
-    found["sent"] = sum(sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute))
+        figures["bytes"], figures["seconds"] = highest(run)
+    figures["cpu"] = time.process_time() - used
+    figures["sent"] = sum(sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute))
     if dist.get_rank() == 0:
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        torch.save(gradients, found.setdefault("file", os.environ["STORE"].removeprefix("file://") + ".pt"))
-    return found
+        torch.save(gradients, figures.setdefault("file", os.environ["STORE"].removeprefix("file://") + ".pt"))
+    return figures
 
 
 def measure(
@@ -267,12 +267,12 @@ def compare_ways(residues: int, rows: int, depth: int) -> None:
     print("\n".join(table(head)))
     kept: dict[str, Tensor] = {}
     for way in ("none", "stages", "blocks", "both"):
-        found = measure("dsp", 2, residues, rows, way=way, depth=depth)
-        kept = kept or found["gradients"]
-        most = {key: max(rank[key] for rank in found["ranks"]) for key in ("bytes", "sent", "cpu")}
+        outcome = measure("dsp", 2, residues, rows, way=way, depth=depth)
+        kept = kept or outcome["gradients"]
+        most = {key: max(rank[key] for rank in outcome["ranks"]) for key in ("bytes", "sent", "cpu")}
         numbers = (f"{most['bytes'] / 2**20:.0f}", f"{most['sent'] / 2**20:.0f}", f"{most['cpu']:.1f}")
-        off = furthest(found["gradients"], kept)
-        print(line([way, *numbers, f"{found['ranks'][0]['loss']:.6f}", f"{off:.0e}"]), flush=True)
+        off = furthest(outcome["gradients"], kept)
+        print(line([way, *numbers, f"{outcome['ranks'][0]['loss']:.6f}", f"{off:.0e}"]), flush=True)
 
 
 def fold(residues: int, rows: int) -> dict[str, Any]:
@@ -284,12 +284,12 @@ def fold(residues: int, rows: int) -> dict[str, Any]:
         if kind == "openfold3" and find_spec(kind) is None:
             print("openfold3 is not installed: its bar is left out")
             continue
-        found = measure(kind, n, residues, rows)
-        mib, seconds = (max(rank[key] for rank in found["ranks"]) for key in ("bytes", "seconds"))
-        row = {"kind": kind, "ranks": n, "mib": mib / 2**20, "seconds": seconds, "loss": found["ranks"][0]["loss"]}
+        outcome = measure(kind, n, residues, rows)
+        mib, seconds = (max(rank[key] for rank in outcome["ranks"]) for key in ("bytes", "seconds"))
+        row = {"kind": kind, "ranks": n, "mib": mib / 2**20, "seconds": seconds, "loss": outcome["ranks"][0]["loss"]}
         if kind == "dsp":
-            alone = alone or found | row
-            off = furthest(found["gradients"], alone["gradients"])
+            alone = alone or outcome | row
+            off = furthest(outcome["gradients"], alone["gradients"])
             row |= {"share": row["mib"] * n / alone["mib"], "off": off} if n > 1 else {}
         runs.append(row)
         print(line([kind, n, f"{row['mib']:.0f}", f"{row.get('share', 1):.2f}", f"{seconds:.0f}",
@@ -366,15 +366,15 @@ def decoding(budget: float, sizes: Sequence[int]) -> dict[str, Any]:
     weights = sum(p.numel() * p.element_size() for p in codec.module.parameters())
     side = most(lambda k: decoding_peak(codec, 9 * k, 16 * k) <= budget * GB, 2**16)
     size = 9 * side, 16 * side
-    found: dict[int, list[int]] = {}
+    peaks: dict[int, list[int]] = {}
     for n in sizes:
         ends = [0] if n == 1 else [0, n // 2, n - 1]  # inner ranks have two neighbours
-        found[n] = [
+        peaks[n] = [
             decoding_peak(codec, *size) if n == 1 else rank_of(codec, n, rank, size) for rank in dict.fromkeys(ends)
         ]
-        print(f"{n} ranks: {max(found[n]) / GB:.2f} GB, of which weights {weights / GB:.2f}", flush=True)
+        print(f"{n} ranks: {max(peaks[n]) / GB:.2f} GB, of which weights {weights / GB:.2f}", flush=True)
     rows, columns = (8 * n for n in size)
-    return {"rows": rows, "columns": columns, "frames": 1 + 4 * (FRAMES - 1), "weights": weights, "peak": found}
+    return {"rows": rows, "columns": columns, "frames": 1 + 4 * (FRAMES - 1), "weights": weights, "peak": peaks}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -104,8 +104,8 @@ class Shape:
             torch.manual_seed(1)
             x = torch.randn(whole)
         else:
-            own = dsp.planner.chunk_sizes(self.frames, n)[rank]
-            local = torch.randn(*whole[:2], own, *whole[3:], generator=torch.Generator().manual_seed(1 + rank))
+            length = dsp.planner.chunk_sizes(self.frames, n)[rank]
+            local = torch.randn(*whole[:2], length, *whole[3:], generator=torch.Generator().manual_seed(1 + rank))
             meta = torch.empty(whole, device="meta")
             x = DTensor.from_local(local, mesh, [Shard(2)], run_check=False, shape=meta.shape, stride=meta.stride())
         return {"x": x, "timestep": torch.full((self.batch,), 500.0)}
@@ -128,9 +128,9 @@ class Step:
         mesh = all_ranks()
         self.model = shape.model()
         dsp.embedded.parallelize(self.model, mesh, method, gather_output=False, **how)
-        again: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if recompute == "saved" else {}
+        options: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if recompute == "saved" else {}
         for stage in [s for layer in self.model.blocks for s in (layer.spatial, layer.temporal) if recompute != "no"]:
-            stage.forward = partial(checkpoint, stage.forward, use_reentrant=False, **again)
+            stage.forward = partial(checkpoint, stage.forward, use_reentrant=False, **options)
         # Megatron-LM's activations are whole, and so are its inputs
         self.inputs = shape.inputs(None if method == "megatron_lm" else mesh)
 
@@ -157,8 +157,10 @@ class Step:
     @property
     def weights(self) -> tuple[int, int]:
         """Bytes of parameters that this rank has, and of those whose gradients are averaged."""
-        own = [(p.to_local() if isinstance(p, DTensor) else p, isinstance(p, DTensor)) for p in self.model.parameters()]
-        each = [(p.numel() * p.element_size(), cut) for p, cut in own]
+        parameters = [
+            (p.to_local() if isinstance(p, DTensor) else p, isinstance(p, DTensor)) for p in self.model.parameters()
+        ]
+        each = [(p.numel() * p.element_size(), cut) for p, cut in parameters]
         return sum(b for b, _ in each), sum(b for b, cut in each if not cut)
 
 

@@ -77,14 +77,14 @@ def operations(batch: int, megabytes: float) -> dict[str, Callable[[], object]]:
 @torch.no_grad()
 def race(batch: int, megabytes: float, repeat: int) -> dict[str, list[float]]:
     """Milliseconds of every trial of every operation on this rank."""
-    made = operations(batch, megabytes)
-    names, times = list(made), {name: [] for name in made}
+    runs = operations(batch, megabytes)
+    names, times = list(runs), {name: [] for name in runs}
     for trial in range(-2, repeat):  # two rounds to warm up
         for turn in range(len(names)):
             name = names[(turn + trial) % len(names)]
             dist.barrier()
             start = time.perf_counter()
-            made[name]()
+            runs[name]()
             if trial >= 0:
                 times[name].append((time.perf_counter() - start) * 1e3)
     return times
@@ -185,7 +185,7 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[nn.Module], Call], 
 
 def slopes(mesh: DeviceMesh, repeat: int) -> dict[str, list[float]]:
     """Microseconds of one more stage or operation: in the bare model, in the parallelized one, and the difference."""
-    found = {}
+    rows = {}
     for name, (make, call, compiler) in CASES.items():
         calls = {}
         for depth in (FEW, MANY):
@@ -194,8 +194,8 @@ def slopes(mesh: DeviceMesh, repeat: int) -> dict[str, list[float]]:
             calls[f"parallel {depth}"] = call(parallel)
         times = spend(calls, repeat)
         bare, parallel = ((times[f"{k} {MANY}"] - times[f"{k} {FEW}"]) / (MANY - FEW) for k in ("bare", "parallel"))
-        found[name] = [bare, parallel, parallel - bare]
-    return found
+        rows[name] = [bare, parallel, parallel - bare]
+    return rows
 
 
 def alone(mesh: DeviceMesh, repeat: int) -> dict[str, list[float]]:
@@ -207,18 +207,18 @@ def alone(mesh: DeviceMesh, repeat: int) -> dict[str, list[float]]:
 
     small = [zoo.create("transformer2d", "test") for _ in range(2)]
     one, empty = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("dp", "sp"))["sp"], Stages(1)
-    found = {}
+    rows = {}
     parallel = forward(dsp.parallelize(empty, mesh, gather_output=False)), step(dsp.parallelize(small[1], one))
     bare = forward(Stages(1)), step(small[0])
     for name, *pair in zip(("call of a model of one empty stage", "step of transformer2d at size 1"), bare, parallel):
         times = spend(dict(zip(("bare", "parallel"), pair)), repeat)
-        found[name] = [*times.values(), times["parallel"] - times["bare"]]
-    return found
+        rows[name] = [*times.values(), times["parallel"] - times["bare"]]
+    return rows
 
 
 def planning() -> dict[str, float]:
     """Seconds of CPU time to plan deep models at great length, on meta tensors: the median of three."""
-    found = {}
+    seconds = {}
     for name, family, size, changes in (
         ("transformer2d 3b, 4M tokens, 32 ranks", "transformer2d", "3b", {}),
         ("the same in 100 layers (200 stages)", "transformer2d", "3b", {"depth": 100}),
@@ -232,8 +232,8 @@ def planning() -> dict[str, float]:
             start = time.process_time()
             dsp.plan(model, kwargs=inputs, size=32, gather_output=False, dtype=torch.bfloat16)
             rounds.append(time.process_time() - start)
-        found[name] = statistics.median(rounds)
-    return found
+        seconds[name] = statistics.median(rounds)
+    return seconds
 
 
 def host(mesh: DeviceMesh, repeat: int) -> None:

@@ -67,31 +67,31 @@ Row = Callable[[DeviceMesh, str], str]
 
 
 def row(mesh: DeviceMesh, name: str) -> str:
-    found, others = held(mesh, CASES[name]), theirs(mesh, CASES[name])
+    outcome, others = held(mesh, CASES[name]), theirs(mesh, CASES[name])
 
     def ratio(nbytes: float | None) -> str:
-        return "-" if nbytes is None or "Transformer" not in name else f"{nbytes / found['ulysses']:.2f}"
+        return "-" if nbytes is None or "Transformer" not in name else f"{nbytes / outcome['ulysses']:.2f}"
 
-    shares = f"{found['share']:.3f}", ratio(found["planned"]), f"{ratio(others)} <!-- {version()} -->"
-    return line([name, f"`{CASES[name].line}`", mesh.size(), *errors(found), *shares])
+    shares = f"{outcome['share']:.3f}", ratio(outcome["planned"]), f"{ratio(others)} <!-- {version()} -->"
+    return line([name, f"`{CASES[name].line}`", mesh.size(), *errors(outcome), *shares])
 
 
 def row_of(cases: Mapping[str, Case], sends: bool, mesh: DeviceMesh, name: str) -> str:
     """A row of another table than that of diffusers; `sends`: with the bytes sent forward."""
-    found = held(mesh, cases[name])
-    own = [name, f"`{cases[name].line}`", mesh.size(), *errors(found), f"{found['share']:.2f}"]
-    return line([*own, human(found["planned"])] if sends else own)
+    outcome = held(mesh, cases[name])
+    cells = [name, f"`{cases[name].line}`", mesh.size(), *errors(outcome), f"{outcome['share']:.2f}"]
+    return line([*cells, human(outcome["planned"])] if sends else cells)
 
 
-def errors(found: Mapping[str, Any]) -> tuple[str, str]:
-    return f"{found['output']:.0e}", f"{max(found['inputs'], found['parameters']):.0e}"
+def errors(outcome: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{outcome['output']:.0e}", f"{max(outcome['inputs'], outcome['parameters']):.0e}"
 
 
 def version() -> str:
     """A digest of what makes a row: this script, its cases and dsp."""
-    own = Path(known_models.__file__), known_models.FILE
+    cases = Path(known_models.__file__), known_models.FILE
     files = sorted(Path(dsp.__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in (Path(__file__), *own, *files))).hexdigest()[:8]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in (Path(__file__), *cases, *files))).hexdigest()[:8]
 
 
 def rows(page: Path = PAGE, name: str = "models") -> dict[tuple[str, int], str]:
@@ -100,9 +100,9 @@ def rows(page: Path = PAGE, name: str = "models") -> dict[tuple[str, int], str]:
     return {(model, int(n)): line for line, model, n in re.findall(r"^(\| (.+?) \| .+? \| (\d) \| .*)$", lines, re.M)}
 
 
-def write(key: tuple[str, int], made: str, page: Path, name: str, cases: Sequence[str], head: Sequence[str]) -> None:
+def write(key: tuple[str, int], text: str, page: Path, name: str, cases: Sequence[str], head: Sequence[str]) -> None:
     """Put a row into a page's table, in its place."""
-    have = {at: row for at, row in rows(page, name).items() if at[0] in cases} | {key: made}
+    have = {at: row for at, row in rows(page, name).items() if at[0] in cases} | {key: text}
     order = sorted(have, key=lambda at: (cases.index(at[0]), at[1]))
     page.write_text(fill(page.read_text(), {name: [*table(head, []), *(have[at] for at in order)]}))
 
@@ -122,11 +122,11 @@ def make_rows(mesh: DeviceMesh, names: Sequence[str], make: Row, keep: Callable[
     """On every rank: make the rows of some models, print and keep them."""
     warnings.simplefilter("ignore")  # of autocast to fp32 on CPU, by the models
     for name in names:
-        made = make(mesh, name)
+        text = make(mesh, name)
         if dist.get_rank() == 0:
-            print(made, flush=True)
+            print(text, flush=True)
             if keep:
-                keep((name, mesh.size()), made)
+                keep((name, mesh.size()), text)
 
 
 def main() -> None:
@@ -140,7 +140,7 @@ def main() -> None:
         make = partial(row_of, cases, o.other_fields)
     place = {"page": page, "name": title, "head": head, "cases": list(cases)}
     every = [name for name in cases if any(part in name for part in o.only)]
-    fresh = {key for key, made in rows().items() if version() in made} if o.stale else set()
+    fresh = {key for key, text in rows().items() if version() in text} if o.stale else set()
     for n in o.ranks:
         names = [name for name in every if (name, n) not in fresh]
         on_ranks(n, make_rows, names, make, partial(write, **place) if o.write else None)

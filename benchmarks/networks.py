@@ -52,13 +52,13 @@ STEPS: dict[str, Step] = {}  # of this rank, by configuration
 
 def drawn(count: int, ranks: int, seed: int) -> list[Network]:
     """Networks, the same for the same seed: rates and delays are drawn evenly on a logarithmic scale."""
-    draw, found = random.Random(seed), []
+    draw, networks = random.Random(seed), []
     for _ in range(count):
         node = draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
         near = Wire(round(300 * 10 ** draw.random()), round(0.01 * 10 ** draw.random(), 3))
         far = Wire(round(30 * 30 ** draw.random()), round(0.05 * 40 ** draw.random(), 3), draw.choice([0, 0, 0, 5e-4]))
-        found.append(Network(near, far, node))
-    return found
+        networks.append(Network(near, far, node))
+    return networks
 
 
 # ------------------------------------------------------------------------------------------------------- on every rank
@@ -108,9 +108,9 @@ def averaged(shape: Shape, ranks: int) -> list[dsp.comm.hardware.Exchange]:
     return dsp.comm.hardware.all_reduced(4 * sum(p.numel() for p in shape.bare("meta")[0].parameters()), ranks)
 
 
-def predictions(found: Mapping[str, Any], each: Mapping[str, Any]) -> dict[str, float]:
+def predictions(report: Mapping[str, Any], each: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step by configuration on one of the networks that were found."""
-    shape, ranks, free = Shape(**found["shape"]), found["ranks"], found["free"]
+    shape, ranks, free = Shape(**report["shape"]), report["ranks"], report["free"]
     plans, weights = plans_of(shape, ranks), averaged(shape, ranks)
     whole = plans["dsp"].takes(revived(free["hardware"]), weights, overlap=False)
     slower = (statistics.median(map(sum, free["rounds"]["dsp"])) - whole.step + whole.compute) / whole.compute
@@ -122,21 +122,21 @@ def predictions(found: Mapping[str, Any], each: Mapping[str, Any]) -> dict[str, 
 def relative(rounds: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, float]:
     """The time of each configuration over that of the best one, so that a round that was slow for all counts as any."""
     means = [statistics.geometric_mean(map(sum, same)) for same in zip(*rounds.values())]
-    shares = {name: statistics.median(sum(one) / m for one, m in zip(own, means)) for name, own in rounds.items()}
+    shares = {name: statistics.median(sum(one) / m for one, m in zip(times, means)) for name, times in rounds.items()}
     return {name: share / min(shares.values()) for name, share in shares.items()}
 
 
-def judged(found: Mapping[str, Any], each: Mapping[str, Any]) -> dict[str, Any]:
+def judged(report: Mapping[str, Any], each: Mapping[str, Any]) -> dict[str, Any]:
     """The configurations on one network, the best one, and the one that would be chosen."""
-    predicted, against = predictions(found, each), relative(each["rounds"])
-    plans = plans_of(Shape(**found["shape"]), found["ranks"])
+    predicted, against = predictions(report, each), relative(each["rounds"])
+    plans = plans_of(Shape(**report["shape"]), report["ranks"])
     chosen = [*plans][shortest([(plan.wire, predicted[name]) for name, plan in plans.items()])]
     rows = {
         name: {
-            "seconds": statistics.median(map(sum, own)), "relative": against[name],
-            "waits": statistics.median(waited for _, waited in own), "predicted": predicted[name],
+            "seconds": statistics.median(map(sum, times)), "relative": against[name],
+            "waits": statistics.median(waited for _, waited in times), "predicted": predicted[name],
         }
-        for name, own in each["rounds"].items()
+        for name, times in each["rounds"].items()
     }  # fmt: skip
     return {"rows": rows, "best": min(against, key=against.__getitem__), "chosen": chosen}
 
@@ -152,7 +152,7 @@ def verdict(networks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "regret": {"median": statistics.median(regret), "worst": max(regret)},
         "against plain": {"median": statistics.median(plain), "worst": max(plain)},
         "off": {"median": statistics.median(off), "worst": max(off)},
-        "always": {name: {"picked": sum(r <= NOISE for r in own), "worst": max(own)} for name, own in fixed.items()},
+        "always": {name: {"picked": sum(r <= NOISE for r in rs), "worst": max(rs)} for name, rs in fixed.items()},
     }  # fmt: skip
 
 
@@ -163,15 +163,15 @@ def show(each: Mapping[str, Any]) -> None:
     print(f"the best: {each['best']}; chosen: {each['chosen']}", flush=True)
 
 
-def conclude(found: Mapping[str, Any]) -> None:
-    v = found["verdict"]
+def conclude(report: Mapping[str, Any]) -> None:
+    v = report["verdict"]
     regret, plain, off = (
         f"{v[k]['median']:.2f}, at worst {v[k]['worst']:.2f}" for k in ("regret", "against plain", "off")
     )
     print(f"\npicked best: {v['picked']} of {v['networks']}, within {NOISE - 1:.0%} of the best one's time")
     print(f"regret (chosen / best): {regret}; chosen / plain DSP: {plain}\nerror of the chosen one's prediction: {off}")
-    for name, own in v["always"].items():
-        print(f"  always {name}: the best on {own['picked']}, at worst {own['worst']:.2f}")
+    for name, entry in v["always"].items():
+        print(f"  always {name}: the best on {entry['picked']}, at worst {entry['worst']:.2f}")
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -185,27 +185,27 @@ def main(arguments: Sequence[str]) -> int:
         print(f"skipped: networks cannot be emulated here: {reason}")
         return 0
     shape = Shape(o.hidden, max(8, o.ranks), o.depth, 1, o.frames, o.side)
-    found = circumstances(arguments) | {"shape": asdict(shape), "ranks": o.ranks}
+    report = circumstances(arguments) | {"shape": asdict(shape), "ranks": o.ranks}
     plain = plans_of(shape, o.ranks)["dsp"]
     nbytes = plain.bytes["forward"] // max(plain.calls["forward"], 1) * o.ranks // (o.ranks - 1)
     with stoppable(), Emulated(o.ranks) as hosts, Ranks(__file__, o.ranks, hosts) as ranks:
-        found["bytes"] = {name: max(ranks.ask("build", name=name, shape=vars(shape))) for name in CONFIGURATIONS}
+        report["bytes"] = {name: max(ranks.ask("build", name=name, shape=vars(shape))) for name in CONFIGURATIONS}
 
         def measure(node: int, names: Sequence[str]) -> dict[str, Any]:
             here = ranks.ask("hardware", node=node, nbytes=nbytes)[0]
             return {"hardware": here, "rounds": take_turns(names, o.rounds, lambda n: ranks.ask("timed", name=n))}
 
         hosts.rate(None)
-        found |= {"free": measure(o.ranks, ["dsp"]), "networks": []}
+        report |= {"free": measure(o.ranks, ["dsp"]), "networks": []}
         for network in drawn(o.networks, o.ranks, o.seed):
             hosts.shape(network)
             each = {"network": asdict(network), **measure(network.node, list(CONFIGURATIONS))}
-            found["networks"].append(each | judged(found, each))
+            report["networks"].append(each | judged(report, each))
             print(f"\n{network}")
-            show(found["networks"][-1])
-    found["verdict"] = verdict(found["networks"])
-    conclude(found)
-    write_down("networks", o.out, found)
+            show(report["networks"][-1])
+    report["verdict"] = verdict(report["networks"])
+    conclude(report)
+    write_down("networks", o.out, report)
     return 0
 
 

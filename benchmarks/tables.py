@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import DOCS, PICTURES, RESULTS, Found, between, fill, line, rate_name, table
+from benchmarks.common import DOCS, PICTURES, RESULTS, Report, between, fill, line, rate_name, table
 from benchmarks.common import read as read_results
 from benchmarks.gpu_parts.page import summary
 from benchmarks.memory import HEAD, cells
@@ -42,16 +42,16 @@ PHASES = "forward", "backward", "recompute"
 OTHERS = [method for method in METHODS if method != "dsp"]
 
 
-def read(name: str) -> Found | None:
+def read(name: str) -> Report | None:
     path = RESULTS / f"{name}.json"
     return read_results(path) if path.exists() else None
 
 
-def by_method(rows: Iterable[Found]) -> dict[str, list[Found]]:
+def by_method(rows: Iterable[Report]) -> dict[str, list[Report]]:
     """The rows of each method, by the number of ranks."""
     ordered = sorted(rows, key=lambda row: row["ranks"])
-    found = {method: [row for row in ordered if row["method"] == method] for method in METHODS}
-    return {method: each for method, each in found.items() if each}
+    groups = {method: [row for row in ordered if row["method"] == method] for method in METHODS}
+    return {method: each for method, each in groups.items() if each}
 
 
 def named(methods: Iterable[str]) -> list[str]:
@@ -66,14 +66,14 @@ def times(ratio: dict[str, float]) -> str:
     return f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"
 
 
-def when(name: str) -> Callable[[Found], Iterator[str]]:
+def when(name: str) -> Callable[[Report], Iterator[str]]:
     """How, when and where something was measured, and its picture."""
 
-    def lines(found: Found) -> Iterator[str]:
-        on, one = found["machine"], Shape(**found["shape"])
+    def lines(report: Report) -> Iterator[str]:
+        on, one = report["machine"], Shape(**report["shape"])
         yield (
-            f"`{found['command']}`, {on['date']}, {on['cores']} cores ({on['device']}), torch {on['torch']}, commit "
-            f"{found['commit']}, load {on['load']:.0f} at the "
+            f"`{report['command']}`, {on['date']}, {on['cores']} cores ({on['device']}), torch {on['torch']}, commit "
+            f"{report['commit']}, load {on['load']:.0f} at the "
             f"start. The model has hidden size {one.hidden} and {one.heads} heads; T = {one.frames}, S = {one.places}, "
             f"batch {one.batch}."
         )
@@ -83,41 +83,41 @@ def when(name: str) -> Callable[[Found], Iterator[str]]:
     return lines
 
 
-def screen_table(_: Found) -> Iterator[str]:
+def screen_table(_: Report) -> Iterator[str]:
     """One row of each measurement and one of the model: what all other tables are about."""
 
-    def row(name: str, told: dict[str, str]) -> str:
-        return line([name, *(told.get(method, "does not fit") for method in METHODS)])
+    def row(name: str, cells: dict[str, str]) -> str:
+        return line([name, *(cells.get(method, "does not fit") for method in METHODS)])
 
     yield from table(["", *METHODS.values()], [])
-    if found := read("wire"):
-        m, n = Shape(**found["shape"]).activation, max(row["ranks"] for row in found["rows"])
-        told = {r["method"]: f"{r['step']['again'] / m:.2f}" for r in found["rows"] if r["ranks"] == n}
-        yield row(f"bytes a rank sends in a layer of a training step, {n} ranks, in M", told)
-    if found := read("cluster"):
-        for one in found["sweep"]["rates"]:
+    if report := read("wire"):
+        m, n = Shape(**report["shape"]).activation, max(row["ranks"] for row in report["rows"])
+        cells = {r["method"]: f"{r['step']['again'] / m:.2f}" for r in report["rows"] if r["ranks"] == n}
+        yield row(f"bytes a rank sends in a layer of a training step, {n} ranks, in M", cells)
+    if report := read("cluster"):
+        for one in report["sweep"]["rates"]:
             if one["rate"] in (100, 1000, 0):
-                told = {m: f"{r['ratio']['median']:.2f}" for m, r in one["modes"]["train"].items()}
-                yield row(f"time of a training step over DSP's, 4 hosts, {rate_name(one['rate'])}", told)
-    if found := read("memory"):
-        n = max(row["ranks"] for row in found["rows"])
+                cells = {m: f"{r['ratio']['median']:.2f}" for m, r in one["modes"]["train"].items()}
+                yield row(f"time of a training step over DSP's, 4 hosts, {rate_name(one['rate'])}", cells)
+    if report := read("memory"):
+        n = max(row["ranks"] for row in report["rows"])
         for key, name, scale in (
             ("peak", "MiB a rank of a training step", 2**-20), ("longest", "frames in 128 MiB a rank", 1)
         ):  # fmt: skip
-            one = next(row[key] for row in found["rows"] if row["ranks"] == 1) * scale
-            told = {r["method"]: f"{r[key] * scale:.0f}" for r in found["rows"] if r["ranks"] == n}
-            yield row(f"{name}, {n} ranks (one: {one:.0f})", told)
-    if found := read("cost-model"):
-        best = [r for r in found["ranks"] if (r["kind"], r["ranks"]) == ("best", 1024)]
-        told = {r["method"]: f"{r['tokens_per_s'] / 1024 / 1e3:.1f}" for r in best}
-        yield row("*not measured:* thousand tokens/s a GPU, 3B, 0.5M tokens a sample, 1024 H100", told)
+            one = next(row[key] for row in report["rows"] if row["ranks"] == 1) * scale
+            cells = {r["method"]: f"{r[key] * scale:.0f}" for r in report["rows"] if r["ranks"] == n}
+            yield row(f"{name}, {n} ranks (one: {one:.0f})", cells)
+    if report := read("cost-model"):
+        best = [r for r in report["ranks"] if (r["kind"], r["ranks"]) == ("best", 1024)]
+        cells = {r["method"]: f"{r['tokens_per_s'] / 1024 / 1e3:.1f}" for r in best}
+        yield row("*not measured:* thousand tokens/s a GPU, 3B, 0.5M tokens a sample, 1024 H100", cells)
 
 
-def wire_table(found: Found) -> Lines:
+def wire_table(report: Report) -> Lines:
     """Table 3: a row a method, units of M a layer; all numbers of ranks in a cell."""
-    m, sizes = Shape(**found["shape"]).activation, sorted({row["ranks"] for row in found["rows"]})
+    m, sizes = Shape(**report["shape"]).activation, sorted({row["ranks"] for row in report["rows"]})
     rows = []
-    for method, each in by_method(found["rows"]).items():
+    for method, each in by_method(report["rows"]).items():
         phases = [listed((max(0, r["bytes"][p] / m) for r in each), ".2f") for p in PHASES]
         steps = [(r["step"]["again"] / m, sum(formula(method, r["ranks"]).values())) for r in each]
         step = ", ".join(f"{a:.2f} ({100 * (a / b - 1):+.1f}%)" for a, b in steps)
@@ -127,23 +127,23 @@ def wire_table(found: Found) -> Lines:
     return table(["method", "paper", first, "backward", "recomputed", "a training step", "kept"], rows)
 
 
-def collectives_table(found: Found) -> Lines:
+def collectives_table(report: Report) -> Lines:
     """Table 8."""
-    sizes = sorted({row["ranks"] for row in found["collectives"]})
+    sizes = sorted({row["ranks"] for row in report["collectives"]})
     rows = []
     for key, (name, paper, users) in OPERATIONS.items():
-        mine = [r for r in found["collectives"] if r["collective"] == key]
+        mine = [r for r in report["collectives"] if r["collective"] == key]
         rows.append([name, paper, *(listed((r[k] for r in mine), ".3f") for k in ("measured", "formula")), users])
     measured = f"measured in M, N = {', '.join(map(str, sizes))}"
     return table(["collective", "paper", measured, "x (N-1)/N", "is"], rows)
 
 
-def sweep_table(mode: str) -> Callable[[Found], Lines]:
+def sweep_table(mode: str) -> Callable[[Report], Lines]:
     """The time of a step or a forward by rate, in seconds for DSP and times that for the others."""
 
-    def lines(found: Found) -> Lines:
+    def lines(report: Report) -> Lines:
         rows = []
-        for one in found["sweep"]["rates"]:
+        for one in report["sweep"]["rates"]:
             of, link = one["modes"][mode], [rate_name(one["rate"]), f"{one['measured']['all_to_all']:.0f}"]
             rows.append([*link, f"{of['dsp']['seconds']['median']:.3f}", *(times(of[m]["ratio"]) for m in OTHERS)])
         return table(["link", "measured, Mbit/s", "DSP, s", *named(OTHERS)], rows)
@@ -151,26 +151,26 @@ def sweep_table(mode: str) -> Callable[[Found], Lines]:
     return lines
 
 
-def shares_table(found: Found) -> Lines:
+def shares_table(report: Report) -> Lines:
     """Shares of a training step: the time of its bytes on the link, and what it takes more than without a limit."""
     both = "share_of_link", "share_measured"
     rows = (
         [rate_name(one["rate"])] + [" / ".join(f"{one['modes']['train'][m][k]:.0%}" for k in both) for m in METHODS]
-        for one in found["sweep"]["rates"] if one["rate"]
+        for one in report["sweep"]["rates"] if one["rate"]
     )  # fmt: skip
     return table(["link", *METHODS.values()], rows)
 
 
-def verdict(found: Found) -> Iterator[str]:
+def verdict(report: Report) -> Iterator[str]:
     """The verdict on the steps: whether DSP is ever behind, and from which link on it leads by so much."""
-    rates = found["sweep"]["rates"]
+    rates = report["sweep"]["rates"]
     points = [
         (row["ratio"], method, f"{'a step' if mode == 'train' else 'a forward'} at {rate_name(one['rate'])}")
         for one in rates for mode, rows in one["modes"].items() for method, row in rows.items() if method != "dsp"
     ]  # fmt: skip
     points += [
         (row["ratio"], row["method"], f"{row['kind']} scaling on {row['ranks']} ranks")
-        for row in found["scaling"] if row["method"] != "dsp"
+        for row in report["scaling"] if row["method"] != "dsp"
     ]  # fmt: skip
     ratio, method, where = min(points, key=lambda point: point[0]["median"])
     behind = [f"{METHODS[m]}, {w}" for r, m, w in points if r["median"] < 1]
@@ -195,10 +195,10 @@ def verdict(found: Found) -> Iterator[str]:
         )
 
 
-def communication_table(found: Found) -> Lines:
+def communication_table(report: Report) -> Lines:
     """Table 9: the paper's milliseconds, and here the bytes and the time that a slow link adds, all against DSP's."""
-    n, cluster = max(row["ranks"] for row in found["rows"]), read("cluster")
-    sent = {row["method"]: row["step"]["no"] for row in found["rows"] if row["ranks"] == n}
+    n, cluster = max(row["ranks"] for row in report["rows"]), read("cluster")
+    sent = {row["method"]: row["step"]["no"] for row in report["rows"] if row["ranks"] == n}
     added: dict[str, float] = {}
     title = "time added / DSP"
     if cluster:
@@ -216,29 +216,29 @@ def communication_table(found: Found) -> Lines:
     return table(["method", "a layer", "paper, ms", "paper / DSP", f"bytes here / DSP, {n} ranks", title], rows)
 
 
-def scaling_table(found: Found) -> Lines:
+def scaling_table(report: Report) -> Lines:
     """Figures 6 to 8: DSP in tokens/s, or seconds of a forward; the others times DSP's time."""
     lines = []
     for kind in ("weak", "strong"):
         for mode, title in (("train", "training"), ("infer", "a forward")):
-            rows = {(r["ranks"], r["method"]): r for r in found["scaling"] if (r["kind"], r["mode"]) == (kind, mode)}
+            rows = {(r["ranks"], r["method"]): r for r in report["scaling"] if (r["kind"], r["mode"]) == (kind, mode)}
             for n in sorted({ranks for ranks, _ in rows}):
                 dsp = rows[n, "dsp"]
                 head = [f"{kind}, {title}", n, f"{dsp['tokens_per_s']:,.0f}", f"{dsp['seconds']['median']:.3f}"]
                 lines.append(head + [times(rows[n, m]["ratio"]) if (n, m) in rows else "" for m in OTHERS])
-    return table([f"at {rate_name(found['scaling_rate'])}", "ranks", "DSP, tokens/s", "s", *named(OTHERS)], lines)
+    return table([f"at {rate_name(report['scaling_rate'])}", "ranks", "DSP, tokens/s", "s", *named(OTHERS)], lines)
 
 
-def memory_table(found: Found) -> Lines:
+def memory_table(report: Report) -> Lines:
     """Figure 9."""
-    one, budget = found["rows"][0], f"{found['budget'] / 2**20:.0f} MiB"
-    return table([*HEAD, f"frames in {budget}", f"samples in {budget}"], (cells(row, one) for row in found["rows"]))
+    one, budget = report["rows"][0], f"{report['budget'] / 2**20:.0f} MiB"
+    return table([*HEAD, f"frames in {budget}", f"samples in {budget}"], (cells(row, one) for row in report["rows"]))
 
 
-def rsa_table(found: Found) -> Lines:
+def rsa_table(report: Report) -> Lines:
     """The sequences that fit with sequence parallelism, against tensor parallelism."""
-    n = max(row["ranks"] for row in found["rows"])
-    rows = {row["method"]: row for row in found["rows"] if row["ranks"] == n}
+    n = max(row["ranks"] for row in report["rows"])
+    rows = {row["method"]: row for row in report["rows"] if row["ranks"] == n}
     tensor = rows.pop("megatron_lm")
     lines = (
         [title, RSA[key], *(f"{row[key] / max(tensor[key], 1):.1f}" for row in rows.values())]
@@ -247,36 +247,36 @@ def rsa_table(found: Found) -> Lines:
     return table(["/ Megatron-LM", "RSA, 64 GPUs", *(f"{name}, {n} ranks" for name in named(rows))], lines)
 
 
-def gpu_table(found: Found) -> Iterator[str]:
+def gpu_table(report: Report) -> Iterator[str]:
     """The main numbers of docs/gpu.md."""
-    if found["dry"]:
+    if report["dry"]:
         yield "Not run on a GPU yet: `python benchmarks/gpu.py` writes `benchmarks/results/gpu.json`."
-    yield from summary(found)
+    yield from summary(report)
 
 
-def cost_when(found: Found) -> Iterator[str]:
-    one, values, again = found["calibration"], found["calibration"]["parameters"], found["calibration"]["repeats"]
+def cost_when(report: Report) -> Iterator[str]:
+    one, values, repeats = report["calibration"], report["calibration"]["parameters"], report["calibration"]["repeats"]
     flops, stream = (1e-9 / values[name] if values[name] else math.inf for name in ("compute", "memory"))
     kinds = ", ".join(f"{name} {values[name]:.2f}" for name in ("all-to-all", "hops", "gathers", "all-reduce"))
     yield (
-        f"`{found['command']}`, {found['machine']['date']}, from the measurements of "
-        f"{found['measured']['machine']['date']}: the error of a "
+        f"`{report['command']}`, {report['machine']['date']}, from the measurements of "
+        f"{report['measured']['machine']['date']}: the error of a "
         f"point has a median of {one['median']:.1%} and is {one['worst']:.0%} at the worst; {one['over']} of "
-        f"{len(one['points'])} are over {found['aim']:.0%}. (What was measured "
-        f"twice, {again['count']} points, differs by {again['median']:.1%}, at most {again['worst']:.0%}.) Fitted: "
-        f"{flops:.3g} GFLOP/s a core, {stream:.3g} GB/s of its memory, {1e3 * values['latency']:.2g} ms a collective, "
-        f"and times the bytes at the link's measured rate: {kinds}."
+        f"{len(one['points'])} are over {report['aim']:.0%}. (What was measured "
+        f"twice, {repeats['count']} points, differs by {repeats['median']:.1%}, at most {repeats['worst']:.0%}.) "
+        f"Fitted: {flops:.3g} GFLOP/s a core, {stream:.3g} GB/s of its memory, {1e3 * values['latency']:.2g} ms a "
+        f"collective, and times the bytes at the link's measured rate: {kinds}."
     )
     yield "\n![The cost model beside the measurements, and for clusters](images/cost-model.svg)"
 
 
-def cost_table(found: Found) -> Lines:
+def cost_table(report: Report) -> Lines:
     """Signed errors of every point, predicted without it: of the step, and of the forward."""
-    points = {(p["kind"], p["rate"], p["ranks"], p["method"], p["mode"]): p for p in found["calibration"]["points"]}
+    points = {(p["kind"], p["rate"], p["ranks"], p["method"], p["mode"]): p for p in report["calibration"]["points"]}
 
     def errors(*key: Any) -> str:
         values = [points[(*key, mode)]["error"] for mode in ("train", "infer") if (*key, mode) in points]
-        return " / ".join(f"**{v:+.0%}**" if abs(v) > found["aim"] else f"{v:+.0%}" for v in values)
+        return " / ".join(f"**{v:+.0%}**" if abs(v) > report["aim"] else f"{v:+.0%}" for v in values)
 
     rows = (
         [rate_name(rate) + ("" if kind == "sweep" else f", {kind}"), n, *(errors(kind, rate, n, m) for m in METHODS)]
@@ -285,9 +285,9 @@ def cost_table(found: Found) -> Lines:
     return table(["link", "ranks", *METHODS.values()], rows)
 
 
-def cost_paper_table(found: Found) -> Lines:
+def cost_paper_table(report: Report) -> Lines:
     """Every number that the paper's text has of its figures 5 to 8 and table 9, and the model's."""
-    five = {(r["size"], r["frames"], r["method"]): r for r in found["figure_5"]}
+    five = {(r["size"], r["frames"], r["method"]): r for r in report["figure_5"]}
     in_five = [m for m in OTHERS if any(key[2] == m for key in five)]
 
     def ahead(method: str) -> str:
@@ -301,7 +301,7 @@ def cost_paper_table(found: Found) -> Lines:
         return between(drops, form)
 
     def gains(figure: str, key: str) -> str:
-        rows = {(r["size"], r["frames"], r["ranks"], r["method"]): r[key] for r in found[figure] if key in r}
+        rows = {(r["size"], r["frames"], r["ranks"], r["method"]): r[key] for r in report[figure] if key in r}
         words = []
         for method in OTHERS:
             pairs = [(rows[(*case, "dsp")], value) for (*case, m), value in rows.items() if m == method]
@@ -309,7 +309,7 @@ def cost_paper_table(found: Found) -> Lines:
         return ", ".join(words)
 
     def rate(figure: str, size: str, frames: int, n: int) -> float:
-        rows = (r for r in found[figure] if (r["size"], r["frames"], r["ranks"]) == (size, frames, n))
+        rows = (r for r in report[figure] if (r["size"], r["frames"], r["ranks"]) == (size, frames, n))
         return next(r["rate"] for r in rows if r["method"] == "dsp")
 
     loss = 1 - rate("figure_6", "3b", 128, 64) / rate("figure_6", "3b", 128, 8) / 8
@@ -326,7 +326,7 @@ def cost_paper_table(found: Found) -> Lines:
         ("figure 7, tokens/s of DSP / others", "more, no number", gains("figure_7", "rate")),
         ("figure 8, latency of others / DSP", "more, no number", gains("figure_7", "forward")),
     ]  # fmt: skip
-    nine = {(r["method"], r["ranks"]): r["seconds"] for r in found["table_9"]}
+    nine = {(r["method"], r["ranks"]): r["seconds"] for r in report["table_9"]}
     for method, ms in TABLE_9.items():
         if method != "dsp":
             ratios = ", ".join(f"{nine[method, n] / nine['dsp', n]:.1f} on {n}" for n in sorted({n for _, n in nine}))
@@ -335,12 +335,12 @@ def cost_paper_table(found: Found) -> Lines:
     return table(["", "paper", "model"], rows)
 
 
-def cost_ranks_table(found: Found) -> Lines:
+def cost_ranks_table(report: Report) -> Lines:
     """By method over N: one sample on all ranks, in seconds; and the best dp x sp, in tokens/s."""
-    rows = {(r["kind"], r["ranks"], r["method"]): r for r in found["ranks"]}
+    rows = {(r["kind"], r["ranks"], r["method"]): r for r in report["ranks"]}
     sizes = sorted({n for _, n, _ in rows})
 
-    def cell(kind: str, row: Found | None) -> str:
+    def cell(kind: str, row: Report | None) -> str:
         if row is None:
             return "none"
         if kind == "best":
@@ -355,15 +355,15 @@ def cost_ranks_table(found: Found) -> Lines:
     return table(["", "method", *sizes], lines)
 
 
-def cost_best_table(found: Found) -> Lines:
+def cost_best_table(report: Report) -> Lines:
     """The best (dp, sp, method) for a model, a length and a cluster."""
 
-    def mesh(one: Found) -> str:
+    def mesh(one: Report) -> str:
         return f"dp {one['dp']} × sp {one['sp']}" + (f", {METHODS[one['method']]}" if one["sp"] > 1 else "")
 
     lines = []
-    for r in found["best"]:
-        tokens, best, rival = r["frames"] * found["patches"], r["best"], r["rival"]
+    for r in report["best"]:
+        tokens, best, rival = r["frames"] * report["patches"], r["best"], r["rival"]
         cells = ["does not fit", "", "", "", ""]
         if best:
             cells = [
@@ -381,7 +381,7 @@ def cost_best_table(found: Found) -> Lines:
     return table(["model", "tokens a sample", "cluster", *numbers], lines)
 
 
-TABLES: dict[str, tuple[str, Callable[[Found], Lines]]] = {  # the results that each is made of
+TABLES: dict[str, tuple[str, Callable[[Report], Lines]]] = {  # the results that each is made of
     "screen": ("wire", screen_table),
     "wire-when": ("wire", when("wire")), "wire": ("wire", wire_table), "collectives": ("wire", collectives_table),
     "communication": ("wire", communication_table), "cluster-when": ("cluster", when("cluster")),
@@ -396,10 +396,10 @@ TABLES: dict[str, tuple[str, Callable[[Found], Lines]]] = {  # the results that 
 
 def lines_of(name: str) -> Lines:
     source, make = TABLES[name]
-    found = read(source)
-    if found is None:
+    report = read(source)
+    if report is None:
         return [f"Not measured yet: `python benchmarks/{SCRIPTS[source]}` writes `benchmarks/results/{source}.json`."]
-    return make(found)
+    return make(report)
 
 
 def written(page: str) -> str:

@@ -53,8 +53,8 @@ def measure(method: str, shape: dict[str, int], recompute: str, times: int) -> d
     for _ in range(times):
         forward = counted(lambda: losses.append(step.forward()))
         kernel.append((forward, counted(lambda: step.backward(losses.pop()))))
-    told = sum(sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute))
-    return {"kernel": [min(each) for each in zip(*kernel)], "count_comm": told}
+    total = sum(sum(phase.bytes.values()) for phase in (comm.forward, comm.backward, comm.recompute))
+    return {"kernel": [min(each) for each in zip(*kernel)], "count_comm": total}
 
 
 def collective(name: str, size: int) -> int:
@@ -75,9 +75,9 @@ def collective(name: str, size: int) -> int:
 def of_collective(ranks: Ranks, name: str, share: int) -> dict[str, Any]:
     """One row: bytes of a collective on 16 MiB, measured and by formula."""
     size, n = 2**24, ranks.size
-    found = max(ranks.ask("collective", name=name, size=size)) / share
+    nbytes = max(ranks.ask("collective", name=name, size=size)) / share
     return {
-        "collective": name, "ranks": n, "measured": found / size, "formula": COLLECTIVES[name](n) * (n - 1) / n
+        "collective": name, "ranks": n, "measured": nbytes / size, "formula": COLLECTIVES[name](n) * (n - 1) / n
     }  # fmt: skip
 
 
@@ -89,21 +89,21 @@ def a_layer(ranks: Ranks, method: str, shape: Shape, recompute: str, share: int)
     )
     layers, pairs = DEPTHS[1] - DEPTHS[0], list(zip(shallow, deep))
     kernel = [max(b["kernel"][i] - a["kernel"][i] for a, b in pairs) / layers / share for i in (0, 1)]
-    told = max(b["count_comm"] - a["count_comm"] for a, b in pairs) / layers
-    return dict(zip(PHASES, kernel)) | {"count_comm": told}
+    total = max(b["count_comm"] - a["count_comm"] for a, b in pairs) / layers
+    return dict(zip(PHASES, kernel)) | {"count_comm": total}
 
 
 def of_method(ranks: Ranks, method: str, shape: Shape, share: int) -> dict[str, Any]:
     """One row: bytes of a layer by phase, measured and by formula."""
     kinds = [how for how in RECOMPUTE if method != "dsp" or how != "saved"]  # DSP has nothing to save
-    found = {how: a_layer(ranks, method, shape, how, share) for how in kinds}
-    steps = {how: one["forward"] + one["backward"] for how, one in found.items()}
-    measured = {phase: found["no"][phase] for phase in ("forward", "backward")}
+    layers = {how: a_layer(ranks, method, shape, how, share) for how in kinds}
+    steps = {how: one["forward"] + one["backward"] for how, one in layers.items()}
+    measured = {phase: layers["no"][phase] for phase in ("forward", "backward")}
     measured["recompute"] = steps["again"] - steps["no"]
     by_formula = {p: u * shape.activation for p, u in formula(method, ranks.size).items()}
     return {
         "method": method, "ranks": ranks.size, "bytes": measured, "formula": by_formula, "step": steps,
-        "count_comm": {how: one["count_comm"] for how, one in found.items()},
+        "count_comm": {how: one["count_comm"] for how, one in layers.items()},
         "off": steps["again"] / sum(by_formula.values()) - 1,
     }  # fmt: skip
 
@@ -129,9 +129,9 @@ def main(arguments: Sequence[str]) -> int:
                     rows.append(row := of_method(ranks, method, shape, share))
                     phases = [f"{row['bytes'][p] / m:.3f} / {row['formula'][p] / m:.3f}" for p in PHASES]
                     print(line([METHODS[method], n, *phases, f"{row['off']:+.1%}"]), flush=True)
-    found = circumstances(arguments) | {"shape": asdict(shape), "counter": "loopback" if reason else "a device a rank"}
-    found |= {"rows": rows, "collectives": collectives}
-    write_down("wire", o.out, found)
+    report = circumstances(arguments) | {"shape": asdict(shape), "counter": "loopback" if reason else "a device a rank"}
+    report |= {"rows": rows, "collectives": collectives}
+    write_down("wire", o.out, report)
     return 0
 
 

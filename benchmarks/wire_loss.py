@@ -82,12 +82,12 @@ def errors(mesh: Any, say: Any) -> None:
     for name, form in kinds.items():
         for block in (32, 64, 128, 256) if name != "bf16" else (128,):
             formats.BLOCK = block
-            found = [
+            values = [
                 error(form, carried.forward),
                 error(replace(form, stochastic=True), carried.backward),
             ]
             sent = form.nbytes(1 << 20) / (2 << 20)
-            say(line([name, block, f"{sent:.3f}", *(f"{one:.2%}" for one in found)]))
+            say(line([name, block, f"{sent:.3f}", *(f"{one:.2%}" for one in values)]))
     formats.BLOCK = 128
 
 
@@ -150,18 +150,18 @@ def clips(job: Job, model: Any, say: Any) -> None:
     task, weights = job.task, model.state_dict()
     torch.manual_seed(0)
     noise, labels = torch.randn(10, task.channels, *task.clip), torch.arange(10)
-    made: dict[str, Tensor] = {}
+    samples: dict[str, Tensor] = {}
     for wire in WIRES:
         fresh = task.model()
         fresh.load_state_dict(weights)
         predictor = task.predictor(fresh).eval()
         dsp.parallelize(predictor, job.mesh, wire=wire)
         with torch.no_grad():
-            made[wire] = task.sampler(task.clip)(predictor, noise, 10, **task.told(labels, task.clip))
-    spread = float(made["same"].std())
+            samples[wire] = task.sampler(task.clip)(predictor, noise, 10, **task.told(labels, task.clip))
+    spread = float(samples["same"].std())
     say(f"\nclips of 10 steps: root of the mean squared difference over the standard deviation {spread:.3f}:")
     for wire in WIRES[1:]:
-        say(f"  {wire}: {float((made[wire] - made['same']).square().mean()) ** 0.5 / spread:.2%}")
+        say(f"  {wire}: {float((samples[wire] - samples['same']).square().mean()) ** 0.5 / spread:.2%}")
 
 
 def run(mesh: DeviceMesh, o: Namespace) -> None:
@@ -170,20 +170,20 @@ def run(mesh: DeviceMesh, o: Namespace) -> None:
             print(text, flush=True)
 
     errors(mesh, say)
-    found: dict[tuple[str, str], list[float]] = {}
+    losses: dict[tuple[str, str], list[float]] = {}
     for seed in range(o.seeds):
         for name in o.models:
             job = Job(name, seed, o.steps, mesh)
             for wire in WIRES:
                 model, loss = job.trained(wire)
-                found.setdefault((name, wire), []).append(loss)
+                losses.setdefault((name, wire), []).append(loss)
                 say(f"{name:<8} {wire:<5} seed {seed}: {loss:.5f}")
                 if (name, wire, seed) == ("video", "same", 0):
                     clips(job, model, say)
     rows = []
     for name in o.models:
-        base = found[name, "same"]
-        change = [[b / a - 1 for a, b in zip(base, found[name, wire])] for wire in WIRES[1:]]
+        base = losses[name, "same"]
+        change = [[b / a - 1 for a, b in zip(base, losses[name, wire])] for wire in WIRES[1:]]
         shown = [f"{statistics.mean(c):+.2%} ({min(c):+.2%} to {max(c):+.2%})" for c in change]
         rows.append([name, ", ".join(f"{v:.4f}" for v in base), *shown])
     head = f"validation loss after {o.steps} steps", "same, by seed", *WIRES[1:]

@@ -145,9 +145,9 @@ TABLES = {"video": video_table, "pair": pair_table, "stages": stages_list}
 
 
 if __name__ == "__main__":
-    made = {name: [*make()] for name, make in TABLES.items()}
+    tables = {name: [*make()] for name, make in TABLES.items()}
     if "--write" in sys.argv[1:]:
         for page in PAGES:
-            page.write_text(fill(page.read_text(), made))
+            page.write_text(fill(page.read_text(), tables))
     else:
-        print("\n\n".join("\n".join(lines) for lines in made.values()))
+        print("\n\n".join("\n".join(lines) for lines in tables.values()))

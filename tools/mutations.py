@@ -632,7 +632,7 @@ FAULTS = [
     Fault(
         "a graph has an autograd.Function, and not its backward",
         "dsp/compiled/reasons.py",
-        "if function := own_function(tensors):",
+        "if function := custom_function(tensors):",
         'if function := "":',
         "dsp/compiled/test_graph",
     ),

@@ -75,15 +75,15 @@ class Machine:
 
     def seconds(self, run: Callable[[], object], times: int = 10, warm: int = 3) -> float:
         """Median seconds of a call, until the device is done."""
-        found = []
+        samples = []
         for i in range(-warm, times):
             self.wait()
             began = time.perf_counter()
             run()
             self.wait()
             if i >= 0:
-                found.append(time.perf_counter() - began)
-        return statistics.median(found)
+                samples.append(time.perf_counter() - began)
+        return statistics.median(samples)
 
     def peak_memory(self, run: Callable[[], object]) -> int | None:
         """Bytes held at most, with what is held before."""
@@ -114,10 +114,10 @@ class Part:
     alone: bool = False
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    """‖found - wanted‖ / ‖wanted‖, in float64 on the CPU."""
-    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
-    return ((found - wanted).norm() / wanted.norm().clamp(min=1e-300)).item()
+def error(actual: Tensor, wanted: Tensor) -> float:
+    """‖actual - wanted‖ / ‖wanted‖, in float64 on the CPU."""
+    actual, wanted = actual.detach().double().cpu(), wanted.detach().double().cpu()
+    return ((actual - wanted).norm() / wanted.norm().clamp(min=1e-300)).item()
 
 
 def mesh_of(machine: Machine) -> DeviceMesh:
@@ -162,7 +162,7 @@ def missing(parts: Sequence[Part]) -> dict[str, list[str]]:
     return absent
 
 
-def told(problem: BaseException) -> str:
+def reason(problem: BaseException) -> str:
     """An error in a line, with the place of ours that it came from, without paths of this machine."""
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if f.filename.startswith(str(ROOT))]
     where = f" ({Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno})" if frames else ""
@@ -184,7 +184,7 @@ def work(part: Part, machine: Machine, earlier: dict[str, Any], log: str, pipe: 
     try:
         cases = part.make(machine, earlier)
     except Exception as problem:
-        pipe.send(("its preparation", {"ok": False, "error": told(problem), "seconds": 0.0}))
+        pipe.send(("its preparation", {"ok": False, "error": reason(problem), "seconds": 0.0}))
         return
     for name, case in cases.items():
         began = time.perf_counter()
@@ -192,7 +192,7 @@ def work(part: Part, machine: Machine, earlier: dict[str, Any], log: str, pipe: 
             row = case()
         except Exception as problem:
             traceback.print_exc()
-            row = {"ok": False, "error": told(problem)}
+            row = {"ok": False, "error": reason(problem)}
         pipe.send((name, row | {"seconds": time.perf_counter() - began}))
         machine.clear()
 
@@ -243,14 +243,14 @@ class Running:
     def report(self, stopped: bool) -> dict[str, Any]:
         seconds = time.monotonic() - self.began
         bad = [name for name, row in self.cases.items() if row.get("ok") is False]
-        found: dict[str, Any] = {"title": self.part.title, "seconds": seconds, "cases": self.cases}
+        facts: dict[str, Any] = {"title": self.part.title, "seconds": seconds, "cases": self.cases}
         if stopped:
-            return found | {"status": "stopped", "error": f"it ran past its limit of {self.ends - self.began:.0f} s"}
+            return facts | {"status": "stopped", "error": f"it ran past its limit of {self.ends - self.began:.0f} s"}
         if self.process.exitcode:
             last = self.log.read_text(errors="replace").strip().splitlines()[-1:] if self.log.exists() else []
             how = f"signal {-self.process.exitcode}" if self.process.exitcode < 0 else f"{self.process.exitcode}"
-            return found | {"status": "died", "error": clean(f"its process ended with {how}: {''.join(last)}")[:600]}
-        return found | {"status": "failed" if bad else "ok"}
+            return facts | {"status": "died", "error": clean(f"its process ended with {how}: {''.join(last)}")[:600]}
+        return facts | {"status": "failed" if bad else "ok"}
 
 
 def run(

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.common import between, table
 
-Found = dict[str, Any]
+Report = dict[str, Any]
 NOTES = {
     "models": "Relative errors of all outputs and of all gradients, in norm.",
     "step": "MFU is the FLOPs of forward and backward, each once, over the step and the data sheet's peak. *Outside* "
@@ -31,20 +31,20 @@ STATUS = {
 }  # fmt: skip
 
 
-def page(found: Found) -> str:
-    return "\n".join(lines(found)) + "\n"
+def page(report: Report) -> str:
+    return "\n".join(lines(report)) + "\n"
 
 
 def wrapped(text: str) -> str:
     return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
-def cases(found: Found) -> Iterator[tuple[str, str, Found]]:
+def cases(report: Report) -> Iterator[tuple[str, str, Report]]:
     """The title of the part, the name and the row of every case."""
-    return ((part["title"], case, row) for part in found["parts"].values() for case, row in part["cases"].items())
+    return ((part["title"], case, row) for part in report["parts"].values() for case, row in part["cases"].items())
 
 
-def lines(found: Found) -> Iterator[str]:
+def lines(report: Report) -> Iterator[str]:
     yield "# On a GPU\n"
     yield wrapped(
         "What one command finds on one GPU, in nine minutes: is everything right on CUDA, how fast is it, and what "
@@ -52,35 +52,35 @@ def lines(found: Found) -> Iterator[str]:
     )
     yield "\n```bash\npython benchmarks/gpu.py             # JSON to benchmarks/results; --out names another folder"
     yield "python benchmarks/gpu.py --dry-run   # the same on a CPU, at tiny sizes\n```\n"
-    if found["dry"]:
+    if report["dry"]:
         yield wrapped(
             "**There was no GPU.** What follows is the dry run on a CPU: the same code at tiny sizes, with gloo for "
             "NCCL, two ranks for four, and nothing compiled by inductor. It shows that the command runs, and what it "
             "will ask; its times mean nothing and are left out."
         )
     else:
-        yield f"On {found['device']}, {found['memory'] / 1e9:.0f} GB."
-    on = found["machine"]
-    packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        yield f"On {report['device']}, {report['memory'] / 1e9:.0f} GB."
+    on = report["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield "\n" + wrapped(
-        f"`{found['command']}`, {on['date']}, {on['cores']} cores ({on['device']}), {packages}"
-        + ("" if found["dry"] else f"; {found['took']:.0f} s")
-        + ("." if found["finished"] else "; it has not finished.")
+        f"`{report['command']}`, {on['date']}, {on['cores']} cores ({on['device']}), {packages}"
+        + ("" if report["dry"] else f"; {report['took']:.0f} s")
+        + ("." if report["finished"] else "; it has not finished.")
     )
     yield ""
     yield from table(
-        ["part", "cases that are right", "", "s"], (of_part(found, part) for part in found["parts"].values())
+        ["part", "cases that are right", "", "s"], (of_part(report, part) for part in report["parts"].values())
     )
     yield "\n## What is wrong\n"
-    yield "\n".join(wrong(found)) or "Nothing that ran."
-    if unknown := untold(found):
+    yield "\n".join(wrong(report)) or "Nothing that ran."
+    if unknown := untold(report):
         yield "\n## What it does not tell\n"
         yield from (wrapped(f"- {why} ({'; '.join(of)})." if of else f"- {why}.") for why, of in unknown.items())
-    judged = [(case, row) for _, case, row in cases(found) if row.get("met") is not None]
+    judged = [(case, row) for _, case, row in cases(report) if row.get("met") is not None]
     if judged:
         yield "\n## The aims\n"
         yield from (f"- {row['aim']}: {'met' if row['met'] else 'missed'} by {case}" for case, row in judged)
-    for name, part in found["parts"].items() if not found["dry"] else ():
+    for name, part in report["parts"].items() if not report["dry"] else ():
         rows = {case: row for case, row in part["cases"].items() if numbers(row)}
         if name in NOTES and rows:
             yield f"\n## {part['title']}\n\n{wrapped(NOTES[name])}"
@@ -92,43 +92,43 @@ def lines(found: Found) -> Iterator[str]:
                 )
 
 
-def of_part(found: Found, part: Found) -> list[str]:
+def of_part(report: Report, part: Report) -> list[str]:
     judged = [row["ok"] for row in part["cases"].values() if row.get("ok") is not None]
     status = "ran" if part["status"] == "ok" and not judged else STATUS[part["status"]]
     right = f"{sum(judged)} of {len(judged)}" if judged else ""
-    return [part["title"], right, status, "" if found["dry"] else f"{part['seconds']:.0f}"]
+    return [part["title"], right, status, "" if report["dry"] else f"{part['seconds']:.0f}"]
 
 
-def wrong(found: Found) -> Iterator[str]:
+def wrong(report: Report) -> Iterator[str]:
     """Every case and part that is not right, and why."""
-    for part in found["parts"].values():
+    for part in report["parts"].values():
         if part["status"] in ("stopped", "died"):
             yield f"- {part['title']}: {part['error']}."
-    for title, case, row in cases(found):
+    for title, case, row in cases(report):
         if row.get("ok") is False:
             why = row.get("error") or row.get("failed") or ", ".join(f"{k} {cell(k, row[k])}" for k in numbers(row))
             yield f"- {title}, {case}: {why}"
 
 
-def untold(found: Found) -> dict[str, list[str]]:
+def untold(report: Report) -> dict[str, list[str]]:
     """Why something is not known, and of which cases: packages, parts that were left out, cases with nothing to say."""
-    told: dict[str, list[str]] = {f"{what}: {name} is not installed": [] for name, what in found["without"].items()}
-    told |= {f"{p['title']}: {p['error']}": [] for p in found["parts"].values() if p["status"] == "left out"}
-    for title, case, row in cases(found):
+    reasons: dict[str, list[str]] = {f"{what}: {name} is not installed": [] for name, what in report["without"].items()}
+    reasons |= {f"{p['title']}: {p['error']}": [] for p in report["parts"].values() if p["status"] == "left out"}
+    for title, case, row in cases(report):
         if why := row.get("note") or row.get("no profile"):
-            told.setdefault(f"{title}: {why}", []).append(case)
-    return told
+            reasons.setdefault(f"{title}: {why}", []).append(case)
+    return reasons
 
 
-def summary(found: Found) -> Iterator[str]:
+def summary(report: Report) -> Iterator[str]:
     """The main numbers, for docs/benchmarks.md."""
-    parts = found["parts"]
+    parts = report["parts"]
     right = f"{sum(part['status'] == 'ok' for part in parts.values())} of {len(parts)}"
-    if found["dry"]:
-        yield f"Its dry run on a CPU, of {found['machine']['date']}, went through {right} parts."
+    if report["dry"]:
+        yield f"Its dry run on a CPU, of {report['machine']['date']}, went through {right} parts."
         return
 
-    def of(name: str, key: str) -> dict[str, Found]:
+    def of(name: str, key: str) -> dict[str, Report]:
         every = parts.get(name, {}).get("cases", {})
         return {case: row for case, row in every.items() if row.get(key) is not None}
 
@@ -150,11 +150,12 @@ def summary(found: Found) -> Iterator[str]:
     for row in of("calibration", "GB/s").values():
         errors = f"errors of {row['error, median']:.0%}, at most {row['error, worst']:.0%}"
         rows.append(("the cost model's rates", f"{row['TFLOP/s'] or 0:.0f} TFLOP/s, {row['GB/s']:,.0f} GB/s; {errors}"))
-    yield f"On {found['device']}, {found['machine']['date']}, torch {found['machine']['torch']}; [all of it](gpu.md).\n"
+    on = report["machine"]
+    yield f"On {report['device']}, {on['date']}, torch {on['torch']}; [all of it](gpu.md).\n"
     yield from table(["", ""], rows)
 
 
-def numbers(row: Found) -> list[str]:
+def numbers(row: Report) -> list[str]:
     return [
         key for key, value in row.items() if key not in HIDDEN and isinstance(value, (int, float)) and value is not None
     ]

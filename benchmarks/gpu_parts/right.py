@@ -43,7 +43,7 @@ from benchmarks.gpu_parts import (
     error,
     mesh_of,
     pretended,
-    told,
+    reason,
 )
 from dsp.comm.layout import Axis
 from dsp.comm.pending import ChunkedSwitch
@@ -100,16 +100,16 @@ def results(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[list[Tensor], 
 def one_model(machine: Machine, name: str, dtype: torch.dtype, change: Callable[[Any], None] | None = None) -> Row:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model, inputs, outputs, gradients = reference(name)
-    own: Any = copy.deepcopy(model).to(machine.device, dtype)
+    local: Any = copy.deepcopy(model).to(machine.device, dtype)
     if change is not None:
-        change(own)
+        change(local)
     given = {k: x.to(machine.device, dtype if x.is_floating_point() else x.dtype) for k, x in inputs.items()}
-    found, grads = results(own, given)
+    actual, grads = results(local, given)
     row = {
-        "outputs": max(error(a, b) for a, b in zip(found, outputs, strict=True)),
+        "outputs": max(error(a, b) for a, b in zip(actual, outputs, strict=True)),
         "gradients": error(grads, gradients),
     }
-    right = all(value <= TOLERANCE[dtype] for value in row.values()) and all(y.dtype == dtype for y in found)
+    right = all(value <= TOLERANCE[dtype] for value in row.values()) and all(y.dtype == dtype for y in actual)
     return {"ok": right, **row}
 
 
@@ -130,11 +130,11 @@ def compiled(machine: Machine, _: Any) -> Cases:
     def change(model: Any, way: str) -> None:
         torch._dynamo.reset()
         torch._dynamo.config.recompile_limit = 64  # all stages of a kind share one forward
-        again = partial(checkpoint, use_reentrant=False)
+        recompute = partial(checkpoint, use_reentrant=False)
         for stage in repeated_stages(model):
-            inside = partial(again, stage.forward) if way == "recomputed inside" else stage.forward
+            inside = partial(recompute, stage.forward) if way == "recomputed inside" else stage.forward
             inside = torch.compile(inside, backend=machine.compiler)
-            stage.forward = partial(again, inside) if way == "recomputed outside" else inside
+            stage.forward = partial(recompute, inside) if way == "recomputed outside" else inside
 
     ways = [("transformer2d", way) for way in ("kept", "recomputed outside", "recomputed inside")]
     others = [(name, "recomputed outside") for name in ("stdit", "pairformer", "st_mamba")]
@@ -151,7 +151,7 @@ def attend_by(machine: Machine, kernel: str, shape: tuple[int, ...], dtype: torc
     """One kernel of attention (b n h e), forward and backward, against float64."""
     torch.manual_seed(0)
     exact = [torch.randn(shape).to(dtype).double().requires_grad_() for _ in range(3)]
-    own = [x.detach().to(machine.device, dtype).requires_grad_() for x in exact]
+    local = [x.detach().to(machine.device, dtype).requires_grad_() for x in exact]
     weight = torch.randn(shape)
 
     def run(given: list[Tensor], attend: Callable[..., Tensor]) -> tuple[Tensor, ...]:
@@ -166,17 +166,17 @@ def attend_by(machine: Machine, kernel: str, shape: tuple[int, ...], dtype: torc
     if kernel == "flash-attn":
         if zoo.attention.flash_attn_func is None:
             return {"ok": None, "note": "flash-attn is not installed"}
-        found = run(own, zoo.attention.flash_attn_func)
+        actual = run(local, zoo.attention.flash_attn_func)
     else:
         try:
             with attended_by([] if kernel == "as the zoo has it" else [kernel]):
-                found = run(own, zoo.attention.attend)
+                actual = run(local, zoo.attention.attend)
         except RuntimeError as problem:
             needed = not machine.dry and kernel == "flash"
             if needed or not any(words in str(problem) for words in REFUSED):
                 raise
             return {"ok": None, "note": "does not take this"}
-    row = {what: error(a, b) for what, a, b in zip(("output", "dq", "dk", "dv"), found, wanted)}
+    row = {what: error(a, b) for what, a, b in zip(("output", "dq", "dk", "dv"), actual, wanted)}
     return {"ok": all(value < TOLERANCE[dtype] / 2 for value in row.values()), **row}
 
 
@@ -205,7 +205,7 @@ def scanned(machine: Machine, dtype: torch.dtype) -> Row:
     exact = mamba.Mamba1(64, bidirectional=True)
     exact.init_weights()
     exact = exact.bfloat16().double()  # weights are numbers that bf16 has
-    own, x, calls = copy.deepcopy(exact).to(machine.device, dtype), rounded(torch.randn(2, 50, 64)), []
+    local, x, calls = copy.deepcopy(exact).to(machine.device, dtype), rounded(torch.randn(2, 50, 64)), []
 
     def counted(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(1)
@@ -213,8 +213,8 @@ def scanned(machine: Machine, dtype: torch.dtype) -> Row:
 
     (wanted,), gradients = results(exact, {"x": x.double()})
     with patch.object(mamba, "mamba_kernel", lambda: counted):
-        (found,), grads = results(own, {"x": x.to(machine.device, dtype)})
-    row = {"outputs": error(found, wanted), "gradients": error(grads, gradients)}
+        (actual,), grads = results(local, {"x": x.to(machine.device, dtype)})
+    row = {"outputs": error(actual, wanted), "gradients": error(grads, gradients)}
     return {"ok": len(calls) == 2 and all(value <= TOLERANCE[dtype] for value in row.values()), **row}
 
 
@@ -224,23 +224,23 @@ def scanned(machine: Machine, dtype: torch.dtype) -> Row:
 class Dropping(nn.Module):
     """A stage that drops out, and one weight that all of it is multiplied by."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, recompute: bool) -> None:
         super().__init__()
-        self.weight, self.again = nn.Parameter(torch.ones(())), again
+        self.weight, self.recompute = nn.Parameter(torch.ones(())), recompute
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.drop, x, use_reentrant=False) if self.again else self.drop(x)
+        return checkpoint(self.drop, x, use_reentrant=False) if self.recompute else self.drop(x)
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x * self.weight, 0.5)
 
 
-def drawn_again(machine: Machine, outside: bool) -> Row:
+def recomputed_draws(machine: Machine, outside: bool) -> Row:
     """In parallel what is recomputed drops the same: then the gradient of the weight is the mean itself."""
     torch.manual_seed(0)
     with pretended(machine, 2, rank=1) as mesh:
         model: Any = nn.Sequential()
-        model.stage = Dropping(again=not outside)
+        model.stage = Dropping(recompute=not outside)
         model.forward = lambda x: checkpoint(model.stage, x, use_reentrant=False) if outside else model.stage(x)
         model.to(machine.device)
         dsp.parallelize(model, mesh, {"": "input=b t c", "stage": "b t [c]"}, gather_output=False)
@@ -254,17 +254,17 @@ def drawn_again(machine: Machine, outside: bool) -> Row:
 
 def streams(machine: Machine) -> Row:
     """Within a fork each rank draws its own; after it all go on as if there had been none."""
-    found, after = [], []
+    draws, after = [], []
     for rank in (0, 1, 1):
         torch.manual_seed(0)
         with pretended(machine, 2, rank) as mesh, forked(Axis.of(mesh)):
-            found.append(torch.rand(1000, device=machine.device))
+            draws.append(torch.rand(1000, device=machine.device))
         after.append((torch.rand(4, device=machine.device), torch.rand(4)))
     torch.manual_seed(0)
     plain = torch.rand(4, device=machine.device)
     right = {
-        "a rank's own": not torch.equal(found[0], found[1]),
-        "the same each time": torch.equal(found[1], found[2]),
+        "a rank's own": not torch.equal(draws[0], draws[1]),
+        "the same each time": torch.equal(draws[1], draws[2]),
         "alike after it": all(torch.equal(a, b) for a, b in zip(after[0], after[1])),
         # on a CPU the fork itself takes a number
         "of the device, as before": machine.dry or torch.equal(after[0][0], plain),
@@ -274,8 +274,8 @@ def streams(machine: Machine) -> Row:
 
 def random(machine: Machine, _: Any) -> Cases:
     return {
-        "a checkpoint inside a stage": partial(drawn_again, machine, False),
-        "a checkpoint round a stage": partial(drawn_again, machine, True),
+        "a checkpoint inside a stage": partial(recomputed_draws, machine, False),
+        "a checkpoint round a stage": partial(recomputed_draws, machine, True),
         "streams of ranks": partial(streams, machine),
     }
 
@@ -359,17 +359,17 @@ def checked(machine: Machine, mesh: DeviceMesh, name: str, options: dict[str, An
 
 def recomputed(machine: Machine, mesh: DeviceMesh, kept: bool) -> Row:
     """With checkpoints round stages or blocks the gradients are those without; round stages nothing is sent again."""
-    found: list[Tensor] = []
-    for again in (False, True):
+    grads: list[Tensor] = []
+    for recompute in (False, True):
         model, inputs = small(machine)
-        modules = [s for b in model.blocks for s in ((b.spatial, b.temporal) if kept else (b,))] if again else []
+        modules = [s for b in model.blocks for s in ((b.spatial, b.temporal) if kept else (b,))] if recompute else []
         for module in modules:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         dsp.parallelize(model, mesh, gather_output=False)
         with dsp.count_comm() as comm:
             dsp.mean(model(**inputs).square()).backward()
-        found.append(all_gradients(model))
-    off, sent = error(found[1], found[0]), sum(comm.recompute.calls.values())
+        grads.append(all_gradients(model))
+    off, sent = error(grads[1], grads[0]), sum(comm.recompute.calls.values())
     return {"ok": off < 1e-5 and (sent == 0) == kept, "gradients": off, "collectives sent again": sent}
 
 
@@ -388,7 +388,7 @@ def by_method(machine: Machine, mesh: DeviceMesh, method: str) -> Row:
 
 def travelling(machine: Machine, mesh: DeviceMesh, options: dict[str, Any]) -> Row:
     """Outputs and gradients with switches that travel otherwise, against plain ones: equal but for fewer bits."""
-    found: list[tuple[Tensor, Tensor]] = []
+    outcomes: list[tuple[Tensor, Tensor]] = []
     for given in ({}, options):
         model, inputs = small(machine, batch=2, hidden=64)
         dsp.parallelize(model, mesh, **given)
@@ -396,8 +396,8 @@ def travelling(machine: Machine, mesh: DeviceMesh, options: dict[str, Any]) -> R
             model.zero_grad()
             y = model(**inputs)
             dsp.mean(y.square()).backward()
-        found.append((y.detach(), all_gradients(model)))
-    row = {what: error(a, b) for what, a, b in zip(("output", "gradients"), found[1], found[0])}
+        outcomes.append((y.detach(), all_gradients(model)))
+    row = {what: error(a, b) for what, a, b in zip(("output", "gradients"), outcomes[1], outcomes[0])}
     limit = LOSSY.get(options.get("wire", ""), 1e-5)
     return {"ok": max(row.values()) < limit and (limit < 1e-3 or min(row.values()) > 0), **row}
 
@@ -423,10 +423,10 @@ def causal_ring(machine: Machine, mesh: DeviceMesh) -> Row:
     torch.manual_seed(0)
     whole = [torch.randn(1, 30, 2, 16, device=machine.device).requires_grad_() for _ in range(3)]
     wanted = scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole), is_causal=True).transpose(1, 2)
-    own = [x.detach().chunk(mesh.size(), 1)[mesh.get_local_rank()].clone().requires_grad_() for x in whole]
-    y = dsp.embedded.ring_attention(*own, 30, mesh.get_group().group_name, causal=True)
+    local = [x.detach().chunk(mesh.size(), 1)[mesh.get_local_rank()].clone().requires_grad_() for x in whole]
+    y = dsp.embedded.ring_attention(*local, 30, mesh.get_group().group_name, causal=True)
     row = {}
-    for name, mine, theirs in zip("yqkv", (y, *gradients(y, own)), (wanted, *gradients(wanted, whole))):
+    for name, mine, theirs in zip("yqkv", (y, *gradients(y, local)), (wanted, *gradients(wanted, whole))):
         row[name] = error(mine, theirs.chunk(mesh.size(), 1)[mesh.get_local_rank()])
     return {"ok": max(row.values()) < 1e-4, **row}
 
@@ -458,8 +458,8 @@ def disagreeing(machine: Machine, mesh: DeviceMesh) -> Row:
     try:
         for _ in range(2):
             model(**{**inputs, "timestep": inputs["timestep"] + mesh.get_local_rank()})
-    except RuntimeError as told_so:
-        return {"ok": "hold different inputs" in str(told_so)}
+    except RuntimeError as refusal:
+        return {"ok": "hold different inputs" in str(refusal)}
     return {"ok": False, "error": "nobody noticed"}
 
 
@@ -511,7 +511,7 @@ def rank_of_gloo(rank: int, n: int, machine: Machine, store: str, wanted: list[s
         try:
             row = CHECKS[name](machine, mesh)
         except Exception as problem:
-            row = failed(machine, name, told(problem))
+            row = failed(machine, name, reason(problem))
         everyone: list[Any] = [None] * n
         dist.all_gather_object(everyone, row)
         if rank == 0:
@@ -535,11 +535,11 @@ class Ranks:
 
     def row(self, name: str) -> Row:
         try:
-            found, row = self.pipe.recv()
+            case, row = self.pipe.recv()
         except EOFError:
             codes = [process.exitcode for process in self.processes]
             return failed(self.machine, name, f"the ranks ended before this, with {codes}")
-        assert found == name
+        assert case == name
         return row
 
 
@@ -568,17 +568,17 @@ def operations(machine: Machine, dtype: torch.dtype) -> Row:
     ops, plain = torch.ops.dsp, ([], [], "same", "same")
     halves = ChunkedSwitch(1, 2, (6, 4), group)
     halves.send(x)
-    made = {
+    outputs = {
         "switch": ops.switch(x, 1, 2, 6, group), "two halves": halves.join(),
         "several switches": ops.switch_many([x], [1], [2], [6], group, [0], *plain)[0],
         "at once": ops.switch_many([x], [1], [2], [6], group, [], *plain)[0], "gather": ops.gather(x, 1, 6, group),
         "switch_among": ops.switch_among(x, 1, 2, [6], [4], [0], group),
     }  # fmt: skip
     if dtype not in (torch.bool, torch.complex64):
-        made |= {"reduce_scatter": ops.reduce_scatter(x, 1, group), "all_reduce": ops.all_reduce(x, group)}
-    wrong = [name for name, y in made.items() if not torch.equal(y, x)]
+        outputs |= {"reduce_scatter": ops.reduce_scatter(x, 1, group), "all_reduce": ops.all_reduce(x, group)}
+    wrong = [name for name, y in outputs.items() if not torch.equal(y, x)]
     if x.requires_grad:
-        for name, y in made.items():
+        for name, y in outputs.items():
             (grad,) = torch.autograd.grad(y.sum(), x)
             wrong += [] if torch.equal(grad, torch.ones_like(x)) else [f"{name} backward"]
     return {"ok": not wrong, **({"error": f"wrong: {', '.join(wrong)}"} if wrong else {})}

@@ -21,7 +21,7 @@ import dsp
 import dsp.embedded
 import zoo
 import zoo.attention
-from benchmarks.gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error, pretended, told
+from benchmarks.gpu_parts import KERNELS, REFUSED, Cases, Machine, Part, Row, attended_by, error, pretended, reason
 from benchmarks.methods import Shape
 from dsp.comm.exchange import SwitchPlan
 from dsp.planner import chunk_sizes
@@ -94,29 +94,29 @@ def model_of(shape: Shape, device: str) -> tuple[Any, dict[str, Tensor]]:
     return model.bfloat16(), {k: x.bfloat16() if x.is_floating_point() else x for k, x in inputs.items()}
 
 
-def build(machine: Machine, shape: Shape, again: str) -> tuple[Any, dict[str, Tensor]]:
-    """The model in bf16, its stages compiled; `again`: what backward computes again of them."""
+def build(machine: Machine, shape: Shape, recompute: str) -> tuple[Any, dict[str, Tensor]]:
+    """The model in bf16, its stages compiled; `recompute`: what backward computes again of them."""
     model, inputs = model_of(shape, machine.device)
     torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = 64  # all stages of a kind share one forward
     for stage in repeated_stages(model):
         inside = stage.forward
-        if again == "but attention":
+        if recompute == "but attention":
             contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
             inside = partial(checkpoint, inside, use_reentrant=False, context_fn=contexts)
         inside = torch.compile(inside, backend=machine.compiler)
-        stage.forward = partial(checkpoint, inside, use_reentrant=False) if again == "all" else inside
+        stage.forward = partial(checkpoint, inside, use_reentrant=False) if recompute == "all" else inside
     return model, inputs
 
 
 def by_kind(machine: Machine, run: Callable[[], object]) -> tuple[dict[str, float], int]:
     """Seconds that the device was busy with attention, with products and with all else in one call; and how often."""
     activity = machine.of(ProfilerActivity.CUDA, ProfilerActivity.CPU)
-    with profile(activities=[activity]) as found:
+    with profile(activities=[activity]) as trace:
         run()
         machine.wait()
     spent, count = dict.fromkeys((*KINDS, "else"), 0.0), 0
-    for event in found.events():
+    for event in trace.events():
         if not machine.dry and (event.device_type != DeviceType.CUDA or getattr(event, "is_user_annotation", False)):
             continue
         kind = next((kind for kind, pattern in KINDS.items() if pattern.search(event.name)), "else")
@@ -132,14 +132,14 @@ def profiled(machine: Machine, run: Callable[[], object]) -> Row:
     try:
         busy, launches = by_kind(machine, run)
     except Exception as problem:
-        return {"no profile": told(problem)}
+        return {"no profile": reason(problem)}
     total = sum(busy.values())
     return {"busy": busy, "kernels, ms": 1e3 * total, "launches": launches, "outside": busy["else"] / total}
 
 
-def step(machine: Machine, shape: Shape, again: str, kernel: str | None) -> Row:
+def step(machine: Machine, shape: Shape, recompute: str, kernel: str | None) -> Row:
     """A training step with AdamW: weights, gradients and moments are bf16, too."""
-    model, inputs = build(machine, shape, again)
+    model, inputs = build(machine, shape, recompute)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=not machine.dry)
 
     def run() -> None:
@@ -198,16 +198,16 @@ def copies(machine: Machine, n: int, batch: int, frames: int, src: int, dst: int
     one = machine.of(FULL, TINY)
     whole = [batch, frames, one.places, one.hidden]
     parts = {dim: chunk_sizes(whole[dim], n) for dim in (src, dst)}
-    own = [parts[src][0] if dim == src else size for dim, size in enumerate(whole)]
-    x = torch.randn(own, dtype=torch.bfloat16, device=machine.device)
-    plan = SwitchPlan(tuple(own), src, dst, parts[src], parts[dst], 0)
+    shape = [parts[src][0] if dim == src else size for dim, size in enumerate(whole)]
+    x = torch.randn(shape, dtype=torch.bfloat16, device=machine.device)
+    plan = SwitchPlan(tuple(shape), src, dst, parts[src], parts[dst], 0)
     sent, arrived = plan.pack(x), torch.randn(sum(plan.out_splits), dtype=torch.bfloat16, device=machine.device)
     runs = {"copy": lambda: x.clone(), "pack": lambda: plan.pack(x), "unpack": lambda: plan.unpack(arrived)}
     took = {name: machine.seconds(run, machine.of(20, 2)) for name, run in runs.items()}
-    made = sum(y.data_ptr() != z.data_ptr() for y, z in ((sent, x), (plan.unpack(arrived), arrived)))
-    share = made * took["copy"] / (took["pack"] + took["unpack"]) if made else None
+    moves = sum(y.data_ptr() != z.data_ptr() for y, z in ((sent, x), (plan.unpack(arrived), arrived)))
+    share = moves * took["copy"] / (took["pack"] + took["unpack"]) if moves else None
     return {
-        "MB": 1e-6 * x.nbytes, "copies": made, **{f"{name}, ms": 1e3 * seconds for name, seconds in took.items()},
+        "MB": 1e-6 * x.nbytes, "copies": moves, **{f"{name}, ms": 1e3 * seconds for name, seconds in took.items()},
         "GB/s of a copy": 2e-9 * x.nbytes / took["copy"], "share": share, "aim": "70% of a copy's rate",
         "met": judged(machine, share, 0.7),
     }  # fmt: skip
@@ -244,9 +244,9 @@ def graphed(machine: Machine, batch: int, frames: int, side: int) -> Row:
                 model(**inputs)
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(graph):
-            found = model(**inputs)
+            actual = model(**inputs)
         took = machine.seconds(graph.replay, 10)
-        return {"ok": error(found, wanted) < 1e-2, **row, "graph, ms": 1e3 * took, "eager / graph": eager / took}
+        return {"ok": error(actual, wanted) < 1e-2, **row, "graph, ms": 1e3 * took, "eager / graph": eager / took}
 
 
 def graphs(machine: Machine, _: Any) -> Cases:
@@ -269,11 +269,11 @@ FULL_SHAPES = [
 TINY_SHAPES = [Shape(48, 4, 1, 1, frames, 4) for frames in (4, 8)]
 
 
-def counted(shape: Shape, train: bool, again: bool = False) -> tuple[int, int]:
+def counted(shape: Shape, train: bool, recompute: bool = False) -> tuple[int, int]:
     """FLOPs, and bytes touched, of a step or a forward."""
     model, inputs = model_of(shape, "meta")
     with nullcontext() if train else torch.no_grad():
-        plan = dsp.embedded.plan(model, kwargs=inputs, size=1, method="dsp", recompute=again, gather_output=False)
+        plan = dsp.embedded.plan(model, kwargs=inputs, size=1, method="dsp", recompute=recompute, gather_output=False)
     return plan.flops, plan.touched
 
 
@@ -296,13 +296,13 @@ def fit(rows: Sequence[Row]) -> tuple[float, float]:
         [[row["measured, s"]] for row in rows]
     )
     scale = np.linalg.norm(columns, axis=0)
-    found, *_ = np.linalg.lstsq(columns / scale, np.ones(len(rows)), rcond=None)
+    coefficients, *_ = np.linalg.lstsq(columns / scale, np.ones(len(rows)), rcond=None)
     for i in (0, 1):
-        if found[i] < 0:  # then the other one alone
-            found = np.zeros(2)
+        if coefficients[i] < 0:  # then the other one alone
+            coefficients = np.zeros(2)
             column = columns[:, 1 - i] / scale[1 - i]
-            found[1 - i] = column.sum() / (column @ column)
-    compute, memory = found / scale
+            coefficients[1 - i] = column.sum() / (column @ column)
+    compute, memory = coefficients / scale
     return float(compute), float(memory)
 
 
@@ -334,7 +334,7 @@ def fitted(machine: Machine, rows: dict[str, Row], earlier: dict[str, Any]) -> R
         row |= {"error as assumed, median": statistics.median(off), "error as assumed, worst": max(off)}
     first = next(iter(earlier.get("step", {}).get("cases", {}).values()), None)  # in which stages are recomputed
     if first and "step, s" in first:
-        predicted = seconds(both, *counted(machine.of(FULL, TINY), True, again=True))
+        predicted = seconds(both, *counted(machine.of(FULL, TINY), True, recompute=True))
         row["the compiled step / its prediction"] = first["step, s"] / predicted
     return row
 
@@ -346,12 +346,12 @@ def rates(machine: Machine, earlier: dict[str, Any]) -> Cases:
         rows[name] = point(machine, shape, train)
         return rows[name]
 
-    found: Cases = {}
+    cases: Cases = {}
     for one in machine.of(FULL_SHAPES, TINY_SHAPES):
         for train in (False, True):
             name = f"hidden {one.hidden}, {one.frames} x {one.places}, {'a step' if train else 'a forward'}"
-            found[name] = partial(kept, name, one, train)
-    return found | {"rates": partial(fitted, machine, rows, earlier)}
+            cases[name] = partial(kept, name, one, train)
+    return cases | {"rates": partial(fitted, machine, rows, earlier)}
 
 
 # ------------------------------------------------------------------------------------------------------ the host's time
@@ -437,14 +437,14 @@ def timed(machine: Machine, make: Callable[[Machine], Built], ranks: int, backwa
 
 
 def hosts(built: Mapping[str, Callable[[Machine], Built]], machine: Machine, _: Any) -> Cases:
-    found: Cases = {}
+    cases: Cases = {}
     for name, make in built.items():
         for ranks in (1, RANKS):
             where = "one GPU" if ranks == 1 else f"a rank of {ranks}"
-            found[f"{name}, forward, {where}"] = partial(timed, machine, make, ranks, False)
+            cases[f"{name}, forward, {where}"] = partial(timed, machine, make, ranks, False)
             if make is not wan:  # its step takes no new host code, and long
-                found[f"{name}, step, {where}"] = partial(timed, machine, make, ranks, True)
-    return found
+                cases[f"{name}, step, {where}"] = partial(timed, machine, make, ranks, True)
+    return cases
 
 
 ZOO = {"zoo's Latte XL/2": zoo_latte}

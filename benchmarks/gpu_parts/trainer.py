@@ -38,13 +38,13 @@ def weights(checkpoint: Path) -> dict[str, Tensor]:
 
     reader = dcp.FileSystemReader(checkpoint)
     entries: Any = reader.read_metadata().state_dict_metadata.items()
-    found = {
+    tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries if not name.startswith("optimizer")
     }  # fmt: skip
     with warnings.catch_warnings(action="ignore"):  # that it is one process
-        dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 class Runs:
@@ -94,15 +94,15 @@ class Runs:
             row = self.ended(one)
             if not row["ok"]:
                 return row
-        (wanted, plain), (found, own) = (self.results(one) for one in ("plain", name))
-        if len(found) != len(wanted) or plain.keys() != own.keys():
+        (wanted, plain), (records, weights) = (self.results(one) for one in ("plain", name))
+        if len(records) != len(wanted) or plain.keys() != weights.keys():
             return {
                 "ok": False,
-                "error": f"records {len(found)} and {len(wanted)}, weights {plain.keys() ^ own.keys()}",
+                "error": f"records {len(records)} and {len(wanted)}, weights {plain.keys() ^ weights.keys()}",
             }
         row = {
-            "records": max(abs(a / b - 1) for a, b in zip(found, wanted)),
-            "weights": error(*(torch.cat([x.flatten() for x in each.values()]) for each in (own, plain))),
+            "records": max(abs(a / b - 1) for a, b in zip(records, wanted)),
+            "weights": error(*(torch.cat([x.flatten() for x in each.values()]) for each in (weights, plain))),
         }
         return {"ok": max(row.values()) <= limit, **row}
 
@@ -110,11 +110,11 @@ class Runs:
 def skipped(machine: Machine) -> Row:
     """A step that the device is told to skip changes neither weights nor moments; those that it takes are as untold."""
     torch.manual_seed(0)
-    bare, told = (nn.Linear(64, 64).to(machine.device) for _ in range(2))
-    told.load_state_dict(bare.state_dict())
-    (plain,), (judged,) = (optimizers(model, Optim(), fused=True) for model in (bare, told))
+    bare, twin = (nn.Linear(64, 64).to(machine.device) for _ in range(2))
+    twin.load_state_dict(bare.state_dict())
+    (plain,), (judged,) = (optimizers(model, Optim(), fused=True) for model in (bare, twin))
     for taken in (1.0, 0.0, 1.0):
-        for p, q in zip(bare.parameters(), told.parameters()):
+        for p, q in zip(bare.parameters(), twin.parameters()):
             p.grad = torch.randn_like(p)
             q.grad = p.grad if taken else torch.full_like(q, torch.nan)
         skipping(judged, torch.tensor(taken, device=machine.device))
@@ -122,7 +122,7 @@ def skipped(machine: Machine) -> Row:
         if taken:
             skipping(plain, None)
             plain.step()
-    return {"ok": all(torch.equal(p, q) for p, q in zip(bare.parameters(), told.parameters()))}
+    return {"ok": all(torch.equal(p, q) for p, q in zip(bare.parameters(), twin.parameters()))}
 
 
 def trainer(machine: Machine, _: Any) -> Cases:

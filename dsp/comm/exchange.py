@@ -342,27 +342,27 @@ class SwitchPlan(ExchangePlan):
         self.came: list[tuple[int, ...]] = []  # for each piece of src, the part of each rank, if src is joined
         self.gone: list[tuple[int, ...]] = []  # the same of dst
         n, src_size = len(src_parts), sum(src_parts)
-        own_src, own_dst = src_parts[rank], dst_parts[rank]
-        if (shape[src], shape[dst]) != (own_src, sum(dst_parts)):
+        src_part, dst_part = src_parts[rank], dst_parts[rank]
+        if (shape[src], shape[dst]) != (src_part, sum(dst_parts)):
             raise RuntimeError(
                 f"on rank {rank} the tensor has length {shape[src]} along dim {src} and {shape[dst]} along dim {dst}; "
-                f"expected {own_src} along dim {src} (this rank's part of {src_size}) and {sum(dst_parts)} along dim "
+                f"expected {src_part} along dim {src} (this rank's part of {src_size}) and {sum(dst_parts)} along dim "
                 f"{dst} (all of it)"
             )
         rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
-        goes, comes = [own_src * d * rest for d in self.dst_parts], [s * own_dst * rest for s in src_parts]
+        goes, comes = [src_part * d * rest for d in self.dst_parts], [s * dst_part * rest for s in src_parts]
         super().__init__(group, goes, comes, src_size * shape[dst] * rest, [part * rest for part in src_parts])
 
         def out(src_size: int) -> list[int]:
-            return [src_size if d == src else own_dst if d == dst else s for d, s in enumerate(shape)]
+            return [src_size if d == src else dst_part if d == dst else s for d, s in enumerate(shape)]
 
         self.dst_leads = all(s == 1 for s in out(src_size)[:dst])
         self.received = [out(s) for s in src_parts]
         self.joined = [src_size, *(s for d, s in enumerate(out(src_size)) if d != src)]
         self.shapes = self.received if self.dst_leads else [[s, *self.joined[1:]] for s in src_parts]  # as received
-        # equal parts of dst: a view (n, own_dst) of it, and the order that puts n and src first
+        # equal parts of dst: a view (n, dst_part) of it, and the order that puts n and src first
         self.even = len(set(self.dst_parts)) == 1
-        self.counted = [*shape[:dst], n, own_dst, *shape[dst + 1 :]]
+        self.counted = [*shape[:dst], n, dst_part, *shape[dst + 1 :]]
         front = (dst,) if self.dst_leads else (dst, src + (src > dst))
         self.order = (*front, *(d for d in range(len(shape) + 1) if d not in front))
 

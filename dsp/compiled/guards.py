@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dsp.core.skeleton import own_containers
+from dsp.core.skeleton import copy_containers
 from dsp.support.tensors import version
 
 NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, partial)
@@ -23,7 +23,7 @@ class Guards:
 
     def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
         self.options, self.device, self.outside = options, device, outside(device)
-        self.modules = [(m, {k: own_containers(v) for k, v in attributes_of(m).items()}) for m in model.modules()]
+        self.modules = [(m, {k: copy_containers(v) for k, v in attributes_of(m).items()}) for m in model.modules()]
         held = [v for m in model.modules() for v in m.__dict__.values()]
         self.others = attributes(held)
         self.versions = [(t, version(t)) for t in held if isinstance(t, Tensor)]
@@ -74,7 +74,7 @@ def attributes(held: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """The attributes of objects, other than modules, that modules hold, such as attention processors."""
     objects = [v for v in held if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, NO_OBJECTS)]
     unique = {id(v): v for v in objects}.values()
-    return [(v, {k: own_containers(x) for k, x in v.__dict__.items()}) for v in unique]
+    return [(v, {k: copy_containers(x) for k, x in v.__dict__.items()}) for v in unique]
 
 
 class Differ(TorchFunctionMode):

@@ -38,7 +38,7 @@ def reasons_in(graph: GraphModule, output: Any, tensors: Sequence[Tensor], backe
     """The reasons against a graph that its recording shows; tensors: those that it returns, in its `output`."""
     if not tensors:
         yield "it returns no tensor"
-    if function := own_function(tensors):
+    if function := custom_function(tensors):
         yield f"the autograd.Function {function} is in it, whose backward a graph would not call"
     for odd in (v for v in pytree.tree_leaves(output) if not (isinstance(v, (Tensor, *SIMPLE)) or is_dataclass(v))):
         yield f"it returns a {type(odd).__name__}, which may hold anything"
@@ -48,7 +48,7 @@ def reasons_in(graph: GraphModule, output: Any, tensors: Sequence[Tensor], backe
     yield from strangers(graph)
 
 
-def own_function(tensors: Iterable[Tensor]) -> str:
+def custom_function(tensors: Iterable[Tensor]) -> str:
     """The name of an autograd.Function, other than a custom op's, in the history of these tensors; "" if none is."""
     waiting, seen = [t.grad_fn for t in tensors], set[Any]()
     while waiting:

@@ -27,7 +27,7 @@ VALUES = (
 )  # fmt: skip
 SMALL = 4096  # largest buffer whose numbers are compared
 OBJECTS = 3  # depth to which nested objects are compared by their attributes
-APART = frozenset(
+MODULE_FIELDS = frozenset(
     """
 _parameters _buffers _modules _non_persistent_buffers_set forward _compiled_call_impl _backward_hooks
 _backward_pre_hooks _is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called
@@ -97,7 +97,7 @@ class _Reader:
             return self.order[id(module)]
         self.nth(module)
         state = module.__dict__
-        facts: list[Hashable] = [(k, self.read(v)) for k, v in state.items() if k not in APART]
+        facts: list[Hashable] = [(k, self.read(v)) for k, v in state.items() if k not in MODULE_FIELDS]
         if any(not foreign(h) for k in ("_forward_hooks", "_forward_pre_hooks") for h in state[k].values()):
             facts.append(id(module))  # a hook may do anything, so no other module is equal
         tensors = [

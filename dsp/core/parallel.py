@@ -253,7 +253,7 @@ class Parallel:
         record = self.records.get(full_key)
         if record is not None and full_key not in self.leaving:
             grew = record.driver.unplanned or record.drew  # type: ignore[attr-defined]
-            return self.planned_again(full_key, record, args, kwargs) if grew else record
+            return self.replan(full_key, record, args, kwargs) if grew else record
         self.leaving.discard(full_key)
         new, left = self.plan(args, kwargs)
         if record is not None and not new.persistent:
@@ -274,7 +274,7 @@ class Parallel:
         inputs = Inputs(record, self.axis, self.signature.bind(args, kwargs)[1])
         record.driver = Outside(Runner(record, self.rules, self.axis, self.send), inputs, lambda: self.running > 0)
 
-    def planned_again(self, key: Any, record: Record, args: Any, kwargs: Any) -> Record:
+    def replan(self, key: Any, record: Record, args: Any, kwargs: Any) -> Record:
         """The record with this key, planned again with the nodes that calls added to it, if that is due, or with the
         random numbers that a call drew."""
         if not due(record):

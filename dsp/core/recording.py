@@ -168,7 +168,7 @@ class Recorder:
         a kernel reads it in full. So what it is made of is no source.
         """
         full = {*self.full_reads, *(t.ref for t in reachable if isinstance(t, Carrier))}
-        no_sources = options.no_sources | (made_of_sources(self.record, full) if full else frozenset())
+        no_sources = options.no_sources | (source_keys(self.record, full) if full else frozenset())
         if no_sources == options.no_sources and not self.record.filled <= options.filled | no_sources:
             return options._replace(filled=options.filled | self.record.filled)
         return options._replace(no_sources=no_sources)
@@ -377,7 +377,7 @@ def note_outputs(recorder: Recorder, root: StagePattern | None, out: Any, bound:
     }
 
 
-def made_of_sources(record: Record, tensors: set[Ref]) -> frozenset[Any]:
+def source_keys(record: Record, tensors: set[Ref]) -> frozenset[Any]:
     """The keys of the sources that those of the tensors are made of that are made of nothing but sources."""
     keys: dict[int, frozenset[Any]] = {}  # by memory, while no input is a part of it
     node_keys = {id(node): key for key, nodes in record.by_key.items() for node in nodes}

@@ -119,16 +119,16 @@ class Skeleton:
             state[name] = OrderedDict()
         for name in ("_parameters", "_buffers"):
             state[name] = {k: None if t is None else self.fake(t) for k, t in state[name].items()}
-        return {k: own_containers(v) for k, v in state.items()}
+        return {k: copy_containers(v) for k, v in state.items()}
 
 
-def own_containers(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """Copies of containers: the model must not find in its caches what a forward without data puts there."""
     if type(value) in (dict, OrderedDict):
-        return type(value)((k, own_containers(v)) for k, v in value.items())
+        return type(value)((k, copy_containers(v)) for k, v in value.items())
     if type(value) in (set, deque, defaultdict):
         return copy.copy(value)
-    return [own_containers(v) for v in value] if type(value) is list else value
+    return [copy_containers(v) for v in value] if type(value) is list else value
 
 
 def checkpointed(forward: Any) -> bool:

@@ -192,7 +192,7 @@ class Follower:
         if all(self.dims.axes_of(t) is None for t in node.refs):
             return None
         if RULES.get(node.name) in _RESHAPES and len(node.results) == 1:
-            self.take_apart(self.dims.axes_of(node.refs[0]) or [], node.results[0].shape)
+            self.split_folds(self.dims.axes_of(node.refs[0]) or [], node.results[0].shape)
         where = {i: dict(places(axes)) for i, t in enumerate(node.refs) if (axes := self.dims.axes_of(t)) is not None}
         accepts: dict[Dim, bool] = {}
         positions: list[tuple[Cut, tuple[Dim, ...]]] = []
@@ -225,7 +225,7 @@ class Follower:
             for k, cut in enumerate(cuts)
         ]
 
-    def take_apart(self, axes: Axes, new: Sequence[int]) -> None:
+    def split_folds(self, axes: Axes, new: Sequence[int]) -> None:
         """Split the dims that a reshape cuts through: the reshape shows that they are folds."""
         for mark in itertools.accumulate(new, lambda a, b: a * b):
             at = 1

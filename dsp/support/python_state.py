@@ -100,7 +100,7 @@ class World:
             self.undo.append(functools.partial(refilled, it, contents(it)))
             yield contents(it)
         elif isinstance(it, ContextVar):
-            self.undo.append(functools.partial(bound_again, it, it.get(MISSING)))
+            self.undo.append(functools.partial(rebind, it, it.get(MISSING)))
             yield it.get(None)
         elif not isinstance(it, ModuleType):
             yield from self.hold_object(it)
@@ -206,7 +206,7 @@ def refilled(cell: CellType, value: Any) -> None:
         cell.cell_contents = value
 
 
-def bound_again(var: ContextVar[Any], value: Any) -> None:
+def rebind(var: ContextVar[Any], value: Any) -> None:
     if var.get(MISSING) is not value:
         var.set(None if value is MISSING else value)
 

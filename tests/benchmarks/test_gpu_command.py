@@ -88,7 +88,7 @@ def test_the_rates_of_the_cost_model_are_found(script) -> None:
     assert (found["products"], found["stream"]) == pytest.approx((0.4, 0.5))
     assert found["error, worst"] == pytest.approx(0, abs=1e-9)
     assert found["met"]
-    flops, touched = speed.counted(speed.FULL, True, again=True)
+    flops, touched = speed.counted(speed.FULL, True, recompute=True)
     ratio = speed.fitted(machine, rows, earlier)["the compiled step / its prediction"]
     assert ratio == pytest.approx(2.0 / (flops / 4e14 + touched / 2e12))
     rows["0"]["measured, s"] *= 3  # a point that the others do not explain

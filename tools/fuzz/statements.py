@@ -296,7 +296,7 @@ def mask(w: Writer) -> Var:
 
 
 @statement(0.7)
-def made_mask(w: Writer) -> Var:
+def new_mask(w: Writer) -> Var:
     x = w.pick(ndim=(2, 5))
     d = w.axis(x, 2)
     how, axes = w.any((
@@ -553,7 +553,7 @@ def joined(w: Writer) -> Var:
 
 
 @statement(1.5)
-def joined_and_taken_apart(w: Writer) -> Var:
+def join_and_split(w: Writer) -> Var:
     """Two or three, as text and the tokens of a video, that are together for some operations."""
     x = w.pick(ndim=(2, 4))
     d = w.axis(x, 2)

@@ -41,7 +41,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def made_in(f: Frame, t: Tensor) -> torch.dtype:
+def result_dtype(f: Frame, t: Tensor) -> torch.dtype:
     """The dtype of the plain operation's result for t's dtype: autocast may change it."""
     if not torch.is_autocast_enabled(t.device.type):
         return t.dtype
@@ -97,7 +97,7 @@ def grouped_norm(f: Frame, x: Operand, cut: Cut, groups: int, weight: Any, bias:
         mean, squares = together(every, counts)
         y = ((opened(t) - mean) * (squares / sum(counts) + eps).rsqrt()).reshape(t.shape)
         per_channel = [p if p is None else p.reshape(c, *[1] * (x.ndim - 2)) for p in affine]
-        return affinely(y, *per_channel).to(made_in(f, t))
+        return affinely(y, *per_channel).to(result_dtype(f, t))
 
     numbers = Numbers(lambda t, *rest: moments(opened(t), dims), 2 * b * groups)
     return Outcome(cut, x.shape[cut.dim], args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
@@ -118,7 +118,7 @@ def batch_norm(f: Frame, x: Operand, cut: Cut, momentum: float, eps: float) -> O
                 if running is not None:
                     running.lerp_(new.flatten().to(running.dtype), momentum)
         per_channel = [p if p is None else p.reshape(mean.shape) for p in affine]
-        return affinely((t - mean) * (squares / total + eps).rsqrt(), *per_channel).to(made_in(f, t))
+        return affinely((t - mean) * (squares / total + eps).rsqrt(), *per_channel).to(result_dtype(f, t))
 
     given = [f.get(i, name) for i, name in enumerate(("running_mean", "running_var", "weight", "bias"), 1)]
     numbers = Numbers(lambda t, *rest: moments(t, dims), 2 * x.shape[1])
@@ -145,7 +145,7 @@ def trailing(
     def run(every: Tensor, t: Tensor, *affine: Tensor | None) -> Tensor:
         mean, total = together(every, counts) if centred else (0, every.sum(0))
         small = torch.finfo(every.dtype).eps if eps is None else eps
-        return affinely((t - mean) * (total / sum(counts) + small).rsqrt(), *affine).to(made_in(f, t))
+        return affinely((t - mean) * (total / sum(counts) + small).rsqrt(), *affine).to(result_dtype(f, t))
 
     numbers = Numbers(lambda t, *rest: moments(t, dims) if centred else squares(t), (1 + centred) * kept(x, dims))
     return Outcome(cut, x.shape[cut.dim], narrow, args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
@@ -175,7 +175,7 @@ def softmax(f: Frame, x: Operand, cut: Cut, dtype: Any) -> Outcome:
         top = tops.amax(0)
         total = (every[:, 1] * (tops - top).exp()).sum(0)  # all masked: nan, as on one device
         less = sign * t.to(every.dtype) - top
-        return (less - total.log() if f.name == "log_softmax" else less.exp() / total).to(dtype or made_in(f, t))
+        return (less - total.log() if f.name == "log_softmax" else less.exp() / total).to(dtype or result_dtype(f, t))
 
     counted(f, x, cut, [cut.dim])
     numbers = Numbers(lambda t: exponentials(sign * t, [cut.dim], dtype), 2 * kept(x, [cut.dim]))
@@ -203,7 +203,7 @@ def logsumexp(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome
         total = (every[:, 1] * (tops - near).exp()).sum(0)
         nothing = total == 0  # all are masked: -inf, and no gradient
         out = (near + total.masked_fill(nothing, 1).log()).masked_fill(nothing, -math.inf)
-        return out.to(made_in(f, t)) if t.is_floating_point() else out
+        return out.to(result_dtype(f, t)) if t.is_floating_point() else out
 
     counted(f, x, cut, dims)
     return whole(f, x, dims, keep, partial(exponentials, dims=dims), 2, combine)
@@ -270,7 +270,7 @@ def length_of(every: Tensor) -> Tensor:
 
 def norm(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
     def combine(every: Tensor, t: Tensor) -> Tensor:
-        return length_of(every).to(made_in(f, t.real))
+        return length_of(every).to(result_dtype(f, t.real))
 
     counted(f, x, cut, dims)
     return whole(f, x, dims, keep, partial(squared, dims=dims), 1, combine)
@@ -278,7 +278,7 @@ def norm(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
 
 def normalized(f: Frame, x: Operand, cut: Cut, dims: Dims, eps: float) -> Outcome:
     def run(every: Tensor, t: Tensor) -> Tensor:
-        return t / length_of(every).to(made_in(f, t.real)).clamp_min(eps)
+        return t / length_of(every).to(result_dtype(f, t.real)).clamp_min(eps)
 
     counted(f, x, cut, dims)
     numbers = Numbers(partial(squared, dims=dims), kept(x, dims))
@@ -291,6 +291,6 @@ def spread(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool, correction: f
 
     def combine(every: Tensor, t: Tensor) -> Tensor:
         out = together(every, counts)[1] / max(sum(counts) - correction, 0)
-        return (root(out) if f.name == "std" else out).to(made_in(f, t))
+        return (root(out) if f.name == "std" else out).to(result_dtype(f, t))
 
     return whole(f, x, dims, keep, partial(moments, dims=dims), 2, combine)

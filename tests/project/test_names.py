@@ -1,0 +1,69 @@
+"""Names say what a thing is: none of a local, argument, attribute, function or class is a pronoun or a participle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.support.paths import ROOT
+
+FOLDERS = ("dsp", "tools", "benchmarks")
+WORDS = {"own", "found", "made", "told", "apart", "again"}
+
+
+def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of every name that a tree defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield node.lineno, name
+            case ast.alias(asname=str(name)) | ast.MatchMapping(rest=str(name)):
+                yield node.lineno, name
+
+
+def unclear(tree: ast.AST) -> list[tuple[int, str]]:
+    """The names of a tree that say nothing of what they name, whatever their case and underscores."""
+    return [(line, name) for line, name in bound(tree) if name.strip("_").lower() in WORDS]
+
+
+def test_names_say_what_a_thing_is() -> None:
+    names = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in unclear(ast.parse(path.read_text()))
+    ]
+    assert not names, "name what it is, or return it at once:\n" + "\n".join(names)
+
+
+SOURCE = """
+import apart as again
+class Made:
+    found: int
+    def own(self, told, *apart, again=1, **_made):
+        self.own = [found for found in told if (made := found)]
+def _told():
+    with open("a") as apart:
+        lambda found: found.own
+    try:
+        pass
+    except ValueError as again:
+        pass
+    match 1:
+        case [made, *own]:
+            pass
+        case {"a": 1, **told}:
+            pass
+        case int() as found:
+            pass
+founder, made_of, knots_apart = 1, 2, 3
+"""
+
+
+def test_every_kind_of_name_is_read() -> None:
+    lines = [line for line, _ in unclear(ast.parse(SOURCE))]
+    assert sorted(lines) == [2, 3, 4, *[5] * 5, *[6] * 3, 7, 8, 9, 12, 15, 15, 17, 19]
