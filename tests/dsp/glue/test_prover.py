@@ -84,7 +84,7 @@ view_as_real_copy view_copy vsplit vstack xpu
 # what reads numbers out of a tensor, or moves it off its device, and shares its name with a function of tensors
 READS = {"__bool__", "__float__", "__int__", "__long__", "__complex__"}
 # functions of torch.functional that no call of a valid form reaches here, and why
-MODULE_FIELDS = {
+APART = {
     "torch.spmm": "of sparse tensors", "torch.Tensor.__div__": "of Python 2", "torch.Tensor.__long__": "of Python 2",
 }  # fmt: skip
 
@@ -166,7 +166,7 @@ def proven(rule: str, n: int, joins: int = 0) -> None:
     accepted = 0
     for func in BY_RULE[rule]:
         resolved = torch.overrides.resolve_name(func) or getattr(func, "__name__", "")
-        if resolved in MODULE_FIELDS or func.__name__ in READS:
+        if resolved in APART or func.__name__ in READS:
             continue
         name = op_name(func)[0]
         calls = list(valid(func, FORMS[name]) if name in FORMS else valid(func, AUTOMATIC, 4))
