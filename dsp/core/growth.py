@@ -42,6 +42,8 @@ def grown(record: Record) -> Record:
     ran = [node for node in record.nodes if node.results or node.kind != "stage"]  # else it raised an error
     nodes = {node: copies.node(node) for node in sorted(ran, key=lambda node: node.kind == "output")}
     new.nodes = [*nodes.values()]
+    for node, copy in nodes.items():
+        copy.resized = {key: nodes[other] for key, other in node.resized.items()}
     if record.drew and record.planned:  # some stage may have begun to draw
         for node in new.nodes:
             node.draws = node.draws or None

@@ -46,11 +46,15 @@ FLOPS: dict[Any, Callable[..., int]] = {
 UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
 
 
+BY_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
+
 class OpTraits(NamedTuple):
     """The facts of an operation that do not depend on its arguments."""
 
     flops: Callable[..., int] | None
     draws: bool  # whether it draws random numbers
+    sized: bool  # whether data may say the sizes of its results
     touches: bool  # whether it reads or writes memory: views do not
     makes: bool  # whether it makes new tensors and nothing else
 
@@ -61,15 +65,17 @@ def facts(func: OpOverload) -> OpTraits:
     return OpTraits(
         flops=FLOPS.get(func.overloadpacket),
         draws=torch.Tag.nondeterministic_seeded in func.tags,
+        sized=not BY_DATA.isdisjoint(func.tags),
         touches=all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED,
         makes=not schema_of(func).is_mutable and not aliased,
     )
 
 
 class NodeMeter(TorchDispatchMode):
-    """Observes the nodes of a forward while it is recorded: here, which of them draw random numbers.
+    """Observes the nodes of a forward while it is recorded: here, which of them draw random numbers, and of which data
+    may say the sizes of results.
 
-    random: something drew since the last restart; between: something drew between the nodes.
+    random, sized: something was so since the last restart; between: something drew between the nodes.
     """
 
     def __init__(self) -> None:
@@ -80,15 +86,19 @@ class NodeMeter(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        self.random = False
+        self.random = self.sized = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # not an operation of the model's forward
             out = func(*args, **kwargs)
-        if facts(func).draws and not undropped(func, args, kwargs):
-            self.random = True
+        self.note(func, facts(func), args, kwargs)
         return out
+
+    def note(self, func: Any, op: OpTraits, args: Any, kwargs: Any) -> None:
+        """Note an operation that ran."""
+        self.random |= op.draws and not undropped(func, args, kwargs)
+        self.sized |= op.sized
 
     def start(self, node: Node | None = None) -> None:
         """Begin with a node: its call runs next. node: that of a stage."""
@@ -106,11 +116,11 @@ class NodeMeter(TorchDispatchMode):
 
     def value(self, node: Node) -> Any:
         """The properties of a node that has run, which equal nodes share."""
-        return self.random, node.stateful
+        return self.random, self.sized, node.stateful
 
     def write(self, node: Node, value: Any) -> None:
         """Write these on a node."""
-        node.draws, node.stateful = value
+        node.draws, node.sized, node.stateful = value
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[Any]:
         """Note that a stage ran; what is noted of its node serves equal ones."""
@@ -146,8 +156,7 @@ class Meter(NodeMeter):
             out = func(*args, **kwargs)
         if op.flops is not None:
             self.flops += int(op.flops(*args, **kwargs, out_val=out) * self.part)
-        if op.draws and not undropped(func, args, kwargs):
-            self.random = True
+        self.note(func, op, args, kwargs)
         if op.touches and (outputs := tensors_in(out)):
             self.operations += 1
             self.heaviest = self.heaviest or func.overloadpacket.__name__.strip("_")

@@ -67,6 +67,7 @@ COMPILE = (
 )
 Pass = Callable[[Record, Decision], Any]  # over the nodes of a record, once each has its decision
 RECORDS = 64  # signatures of inputs whose record is kept
+GROWN = 50_000  # nodes that a record may grow to; then it begins anew
 # the usual types of arguments: in others objects may hide, or a tensor still on its way
 USUAL = frozenset({Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)})
 
@@ -276,7 +277,10 @@ class Parallel:
 
     def replan(self, key: Any, record: Record, args: Any, kwargs: Any) -> Record:
         """The record with this key, planned again with the nodes that calls added to it, if that is due, or with the
-        random numbers that a call drew."""
+        random numbers that a call drew. One that grew too long is made anew."""
+        if len(record.nodes) > GROWN:
+            del self.records[key]
+            return self.record(key[0], args, kwargs)
         if not due(record):
             return record
         new = self.plan(args, kwargs)[0] if record.planned and not record.driver.unplanned else None  # type: ignore[attr-defined]

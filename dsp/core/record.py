@@ -237,7 +237,8 @@ class Node:
     operand to that of the result; push: for each result, the layout to which it is switched as soon as it is made
     (None: none); writes: the operands that it writes into; kin: the results that share memory with others on one device
     (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell; loose: it copies only if it must; constants: of a stage,
-    the numbers that it returned beside tensors; stateful: of a stage, it wrote to what its modules keep; no_grad: of a
+    the numbers that it returned beside tensors; sized: data may say the sizes of its results, and for each that it had
+    `resized` has a node; stateful: of a stage, it wrote to what its modules keep; no_grad: of a
     stage, it ran in no_grad; like: the node of a plan that this one differs from in numbers alone; inside: the cost of
     a stage's modules that communicate themselves, by the dim that it is sharded along.
     """
@@ -269,6 +270,8 @@ class Node:
     kin_unknown: bool = False
     loose: bool = False
     constants: list[Any] | None = None
+    sized: bool = False
+    resized: dict[Any, Node] = field(default_factory=dict)
     stateful: bool = False
     no_grad: bool = False
     like: Node | None = None

@@ -116,6 +116,8 @@ class Runner:
                 out = one_device_result(node, out, parts)
         if node.in_place:
             return out if out is None else args[0]
+        if node.sized and node.results:
+            node = self.added.resized(node, offer, tensors_in(out))
         result = self.give(node, offer, out, args[0] if node.view else None)
         if node.view:
             link(args[0], result)

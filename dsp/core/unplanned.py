@@ -40,7 +40,7 @@ class Unplanned:
         node.writes, meta = written_operands(func, what, args, kwargs), on_meta(func, args, kwargs)
         kin = kin_on_meta(self.axis, what.name, operands, meta)
         node.kin, node.kin_unknown = ((0, 0),) if kin is None else kin, kin is None
-        node.call = Operation(func, *replaced(args, kwargs, iter(refs)))
+        node.call, node.sized = Operation(func, *replaced(args, kwargs, iter(refs))), meta is None
         if meta is not None and not what.in_place:  # what its rules ask for; it gets its results when it has run
             node.results = [Ref(t.shape, dtype=t.dtype, memory=-1 << 32) for t in meta[1]]
         node.offers = self.rules.of(self.record, node)
@@ -88,6 +88,22 @@ class Unplanned:
         for t, cut, shape in zip(tensors, offer.gives, shapes):
             self.result(node, t, shape, cut)
         share_memory(node)
+
+    def resized(self, node: Node, offer: Offer, tensors: Sequence[Tensor]) -> Node:
+        """The node for results of these sizes: `node`, or another one if data say the sizes."""
+        triples = [*zip(tensors, offer.gives, node.results)]
+        shapes = [global_shape(t.shape, cut, None if cut is None else r.shape[cut.dim]) for t, cut, r in triples]
+        if all(shape == r.shape for shape, (*_, r) in zip(shapes, triples)):
+            return node
+        key = tuple(shapes)
+        if key not in node.resized:
+            self.count += 1
+            node.resized[key] = new = replace(node, results=[], push=[], resized={})
+            self.record.nodes.append(new)
+            for shape, (t, cut, _) in zip(shapes, triples):
+                self.result(new, t, shape, cut)
+            share_memory(new)
+        return node.resized[key]
 
     def stage_results(self, stage: Stage, node: Node, results: Sequence[Tensor], held: int) -> Offer:
         """Number the results of a stage, from those on this rank's part, and return the offer with their cuts."""

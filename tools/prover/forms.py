@@ -133,6 +133,7 @@ INDICES: list[Any] = [
     (slice(None), slice(0, 0)), (Ellipsis, slice(0, 0)), (torch.tensor(1),), (slice(None), torch.tensor(2)), (), True,
     (0, 1, 2), (slice(None, None, 1), slice(-6, None)), (Ellipsis, -1, slice(None)), (slice(-2, None),),
     ([0, 1], slice(None), [2, 0]), (torch.tensor([3, 1]), [5, 0]), (1, slice(None), [2, 0]),
+    (slice(None), [0, 1, 2, 3, 4, 5, 0]), ([3, 2, 1, 0, 1, 2, 3], slice(None), [0, 1, 2, 0, 1, 2, 0]),
 ]
 VALUES: list[Any] = [0.5, x(3), x(6, 3), x(1, 6, 1)]
 EQUATIONS: list[tuple[str, list[tuple[int, ...]]]] = [
@@ -266,7 +267,7 @@ FORMS: dict[str, list[Form]] = {
         form(x(1, 1, 15, 6), 3), form(x(2, 3, 5, 4), 1)],
     "index_put": [form(x(4, 6, 3), (torch.tensor([0, 2]), torch.tensor([5, 1])), x(2, 3)),
         form(x(4, 6, 3), (torch.tensor([[0, 2], [1, 3]]),), x(6, 1)), form(x(4, 6, 3), [torch.tensor([3, 1])], x(3),
-        accumulate=True)],
+        accumulate=True), form(x(4, 6, 3), (flags(4, 6),), x(3)), form(x(4, 6, 3), (flags(4),), x(6, 1))],
     "solve": [form(definite(4), x(4, 5)), form(definite(2, 3), x(2, 3, 4)), form(definite(3), x(5, 3, 2)),
         form(definite(3), x(2, 3), left=False), form(definite(2, 3), x(2, 3))],
     "solve_triangular": [form(definite(4), x(4, 5), upper=False), form(definite(2, 3), x(3, 4), upper=True),

@@ -235,7 +235,8 @@ def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
     if lists and (isinstance(item, int) or item.indices(x.shape[cut.dim]) != (0, x.shape[cut.dim], 1)):
         raise f.refuse("it takes parts of the sharded dim and indexes another dim by a list")
     if lists:
-        mark = max(x.shape) + 1  # no other dim of the result has this size
+        lengths = [len(i) if isinstance(i, list) else i.shape[0] for i in lists]
+        mark = 1 + max(*x.shape, *lengths)  # no other dim of the result has this size
         marked = Operand((*x.shape[: cut.dim], mark, *x.shape[cut.dim + 1 :]))
         out = indexed_shape((*index[:at], slice(None), *index[at + 1 :]), marked).index(mark)
     else:
@@ -277,6 +278,8 @@ def index_put(f: Frame) -> Outcome:
     indices, value = f.get(1, "indices"), f.get(2, "values")
     if cut is None or any(i is None or i.cut is not None for i in indices) or cut.dim < len(indices):
         raise f.refuse("it writes to places of the sharded dim, or by a sharded index")
+    if any(i.ndim > 1 and i.shape == x.shape[d : d + i.ndim] for d, i in enumerate(indices)):
+        raise f.refuse("an index tensor of this shape may be a mask of several dims")
     lead = max(i.ndim for i in indices)
     outcome = Outcome(cut, x.shape[cut.dim])
     if not isinstance(value, Operand):

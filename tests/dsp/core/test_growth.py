@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from tests.support.beside import averaged, beside, exact, same
 from tests.support.records import left_plan, planned
-from tests.support.toys import C, Does, SpaceTime
+from tests.support.toys import Along, C, Does, SpaceTime
 
 
 def reading(m: Any, x: Tensor) -> Tensor:
@@ -112,3 +112,54 @@ def test_records_that_grow_with_each_call_are_planned_ever_more_seldom(mesh: Dev
         torch.testing.assert_close(model(x), single(x))
     [record] = model.forward.__self__.records.values()
     assert 4 < record.replans < 9
+
+
+SIZED = {
+    "mask": lambda x, mask, table: x.transpose(1, 2)[mask],
+    "table": lambda x, mask, table: table[mask[0]] * x[:, :1, :1],
+    "places": lambda x, mask, table: x[mask.nonzero(as_tuple=True)[0], :, torch.where(mask)[1]],
+    "repeats": lambda x, mask, table: x.repeat_interleave(mask[0].long(), 2)[0],
+    "select": lambda x, mask, table: x.masked_select(mask[:, None, :, None]).view(1, -1),
+    "written back": lambda x, mask, table: x.transpose(1, 2).clone().index_put_((mask,), x.transpose(1, 2)[mask] * 2),
+    "a float": lambda x, mask, table: x[0, :1] * torch.arange(0, mask.sum().item() / 2, 0.5)[:, None, None],
+}  # fmt: skip
+
+
+class Sized(nn.Module):
+    """A mean over as many rows as data say, by their number."""
+
+    stages = SpaceTime.stages | {"": "x=b t s c, mask=b s, table=s c"}
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.space, self.time, self.rows = Along(2), Along(1), SIZED[kind]
+
+    def forward(self, x: Tensor, mask: Tensor, table: Tensor) -> Tensor:
+        y = self.rows(self.time(self.space(x)), mask, table)
+        return y.sum(0) / y.shape[0] + y.new_ones(len(y)).sum()
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+@pytest.mark.parametrize("kind", SIZED)
+def test_data_may_say_other_sizes_in_every_call(mesh: DeviceMesh, kind: str) -> None:
+    """Up to one row more than the longest dim has."""
+    single = Sized(kind).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh)
+    x, table = torch.randn(2, 5, 6, C, dtype=torch.float64), torch.randn(6, C, dtype=torch.float64)
+    for count in (5, 5, 3, 7, 4, 6, 3, 7):
+        mask = torch.zeros(2, 6, dtype=torch.bool)
+        mask.view(-1)[torch.randperm(12)[:count]] = True
+        mask[0, :2] = True
+        beside(single, model, mesh, (x, mask, table))
+
+
+def test_a_record_of_ever_other_sizes_does_not_grow_for_good(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Sized("mask"), mesh)
+    records, nodes = model.forward.__self__.records, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dsp.core.parallel.GROWN", 30)
+        for count in range(1, 24):
+            model(torch.randn(1, 4, 24, C), torch.arange(24)[None] < count, torch.randn(24, C))
+            nodes += [len(record.nodes) for record in records.values()]
+    assert len(records) == 1
+    assert max(nodes) < 60
