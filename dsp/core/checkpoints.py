@@ -34,7 +34,7 @@ def keep_regions(compiled: bool) -> None:
         return
     for frame in checkpoint_frames():
         if region_of(frame) is None:
-            Region(frame, compiled)
+            CheckpointRegion(frame, compiled)
 
 
 def note_turns(t: Any) -> None:
@@ -48,8 +48,8 @@ def note_turns(t: Any) -> None:
             region.turns[id(t)] = weakref.ref(t), {**t.turns}
 
 
-class Region:
-    """What a checkpoint runs, as it was when it began. turns: by the id of a tensor."""
+class CheckpointRegion:
+    """The region of a checkpoint, as it was when it began. turns: by the id of a tensor."""
 
     def __init__(self, frame: Any, compiled: bool) -> None:
         arguments = checkpoint_arguments(frame)
@@ -88,7 +88,7 @@ class Region:
 class Recomputation:
     """One run of a region in backward."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: CheckpointRegion) -> None:
         self.region = region
 
     def turns_of(self, t: Any) -> dict[Any, Any]:
@@ -96,6 +96,6 @@ class Recomputation:
         return self.region.turns[id(t)][1] if self.region.read(t) else {}
 
 
-def region_of(frame: Any) -> Region | None:
+def region_of(frame: Any) -> CheckpointRegion | None:
     """The region of a checkpoint, if it is kept."""
-    return next((key for key in Recompute.keys(frame) if isinstance(key, Region)), None)
+    return next((key for key in Recompute.keys(frame) if isinstance(key, CheckpointRegion)), None)

@@ -92,13 +92,10 @@ class NodeMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # not an operation of the model's forward
             out = func(*args, **kwargs)
-        self.note(func, facts(func), args, kwargs)
-        return out
-
-    def note(self, func: Any, op: OpTraits, args: Any, kwargs: Any) -> None:
-        """Note an operation that ran."""
+        op = facts(func)
         self.random |= op.draws and not undropped(func, args, kwargs)
         self.sized |= op.sized
+        return out
 
     def start(self, node: Node | None = None) -> None:
         """Begin with a node: its call runs next. node: that of a stage."""
@@ -152,11 +149,9 @@ class Meter(NodeMeter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, op = kwargs or {}, facts(func)
-        with torch._C.DisableTorchFunction():  # not an operation of the model's forward
-            out = func(*args, **kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         if op.flops is not None:
             self.flops += int(op.flops(*args, **kwargs, out_val=out) * self.part)
-        self.note(func, op, args, kwargs)
         if op.touches and (outputs := tensors_in(out)):
             self.operations += 1
             self.heaviest = self.heaviest or func.overloadpacket.__name__.strip("_")

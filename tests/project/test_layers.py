@@ -19,7 +19,7 @@ ROOMS = {
         collectives pending count layout halo balanced_rows moves randomness ops""",
     "stages": "notation signature parts methods stage known pipelines",
     "core": """torch_calls torch_traits arguments functions precision reads unrecorded skeleton equal_modules record
-        carrier meter backward keys unseen watch writes copies offers checkpoints inputs persistent growth unplanned
+        carrier checkpoints meter backward keys unseen watch writes copies offers inputs persistent growth unplanned
         stage_calls recording run hooks gradient_hooks placement decide observed parallel""",
     "glue": "rules traffic local sources positions lookahead offers",
     "glue.rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
