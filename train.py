@@ -29,7 +29,7 @@ import dsp
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, auto, checkpoint, flight, ranks, user_error
 from zoo.training import config as cfg
-from zoo.training.account import closing, opening
+from zoo.training.account import closing, opening, resumed
 from zoo.training.comparison import compare
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
@@ -171,7 +171,7 @@ def resume(run: Run) -> None:
         if state:
             run.start, before = state["step"], state["extra"]
             run.guard = Guard(config.train, before.get("guard"))
-        ranks.say(f"resumed from step {run.start}" if state else f"no checkpoint in {directory} yet: starting anew")
+        ranks.say(resumed(run.start, before) if state else f"no checkpoint in {directory} yet: starting anew")
         changed = changes(run.directory, config) if state else []
         for change in changed:
             ranks.say(f"  with another {change}")
@@ -356,7 +356,7 @@ def save(run: Run, step: int) -> None:
 def extra(run: Run, step: int) -> dict[str, Any]:
     """The part of a checkpoint that is not tensors."""
     recorded = ranks.on_first_rank(lambda: run.tracker.flush(step) if run.tracker else {})
-    return {**recorded, "guard": run.guard.state()}
+    return {**recorded, "guard": run.guard.state(), "ranks": dist.get_world_size()}
 
 
 def kept(run: Run) -> Kept:

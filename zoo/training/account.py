@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import dsp
 from zoo.training.dry_run import Memory, step_bytes, trainable
@@ -38,16 +39,29 @@ def opening(
     calls = sum(plan.calls.values())
     sends = f"{calls} collectives send {size(step_bytes(config, plan))} a rank and step" if sp > 1 else "sends nothing"
     yield f"plan    {config.parallel.method} over {number_of(sp, 'rank')}: {sends}"
-    yield f"memory  {memory(config, task, model, sp)}"
+    yield f"memory  {memory(config, task, model, sp, device)}"
     yield f"run     {directory}"
+    for hint in task.hints(model):
+        yield f"hint    {hint}"
 
 
-def memory(config: Any, task: Task, model: Any, sp: int) -> str:
+def memory(config: Any, task: Task, model: Any, sp: int, device: torch.device) -> str:
     try:
         held = Memory(config, task, model).total(sp)
     except Exception as error:  # no reason to end the run: a forward that reads values has no estimate
         return f"not known in advance ({type(error).__name__})"
-    return f"{size(held)} a rank, estimated: weights, gradients, optimizer and activations"
+    measured = "what torch has allocated" if device.type == "cuda" else "the whole process, with Python and torch"
+    return (
+        f"{size(held)} a rank, estimated: weights, gradients, optimizer and activations alone; "
+        f"the lines of steps measure {measured}"
+    )
+
+
+def resumed(step: int, before: Mapping[str, Any]) -> str:
+    """The line of a run that goes on after `step`; before: the `extra` of its checkpoint."""
+    world = dist.get_world_size()
+    then = before.get("ranks", world)  # a checkpoint of an older version does not say
+    return f"resumed from step {step}" + ("" if then == world else f" of {number_of(then, 'rank')}, now {world}")
 
 
 def closing(run: Any) -> Iterator[str]:

@@ -56,6 +56,8 @@ def dry_run(config: Config) -> None:
         print(f"  {size(held):>10}  {what}")
     print(f"\nsequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
     print(memory.advice(sp))
+    for hint in task.hints(model):
+        print(f"hint: {hint}")
     if config.parallel.overlap == "auto" and hardware is None:
         print("parallel.overlap=auto measures the links when the run starts: name hardware.device to see it here")
     if hardware is not None:

@@ -211,6 +211,10 @@ class Task(ABC):
         """One sample in words and numbers: '8 frames of 12 x 12'. By default nothing, ''."""
         return ""
 
+    def hints(self, model: nn.Module) -> Sequence[str]:
+        """What about the configuration is likely to disappoint, each with an option that helps. By default nothing."""
+        return []
+
     def names(self) -> Mapping[str, Sequence[str]]:
         """The names of the samples in "train" and in "validation", if they have names. By default none, {}."""
         return {}

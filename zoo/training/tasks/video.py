@@ -446,6 +446,16 @@ class Task(task.Task):
     def describe(self) -> str:
         return "{} frames of {} x {}".format(*self.clip)
 
+    def hints(self, model: nn.Module) -> list[str]:
+        numbers, channels = prod(self.patch) * self.channels, getattr(model.config, "hidden", None)
+        options = self.config.objective
+        if options.name != "rectified_flow" or options.predicts != "velocity" or not channels or numbers <= channels:
+            return []
+        return [
+            f"a patch has {numbers} numbers and the model {channels} channels, which cannot carry all noise of a "
+            "patch: objective.prediction=clean learns such clips"
+        ]
+
 
 def refuse_lacking(name: str, wants: Conditions, has: Conditions) -> None:
     """Raise a UserError if a model wants what the data does not have, with what to change."""
