@@ -6,8 +6,10 @@ Letters: c channels, t frames, h w height and width in latent cells, l tokens, e
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch.nn.functional import pad
 
 from zoo.data.buckets import Bucket
 from zoo.data.latents import Entry, LatentError, Latents
+from zoo.data.mix import Mix, dealt
 from zoo.data.sampling import hash_seed
 
 __all__ = ["LatentFolder", "largest_first", "padded"]
@@ -25,21 +28,27 @@ log = logging.getLogger(__name__)
 class LatentFolder:
     """The clips of a folder that fit into `buckets`; without `buckets` all clips, one bucket for each shape.
 
+    root: a folder, or several with the share of the samples that each gives (`zoo.data.mix`).
+
     The attribute `buckets` is sorted from most cells to fewest; `clips` has the clips of each bucket, sorted by name. A
     clip that fits a bucket of its frame rate and one of any rate is in the former. LatentError: the folder cannot be
     used, a bucket fits no clip, or a clip contradicts the manifest.
     """
 
-    def __init__(self, root: str | os.PathLike[str], buckets: Sequence[Bucket] = ()):
-        self.latents = Latents(root)
+    def __init__(self, root: str | os.PathLike[str] | Mapping[str, float], buckets: Sequence[Bucket] = ()):
+        self.shares = dict(root) if isinstance(root, Mapping) else {str(root): 1.0}
+        self.latents = Latents(*self.shares)
         self.manifest, entries = self.latents.manifest, self.latents.entries
         if not entries:
-            raise LatentError(f"no clips in {root}: it holds a manifest and no shard; encode some videos into it")
+            raise LatentError(
+                f"no clips in {', '.join(self.shares)}: it holds a manifest and no shard; encode some videos into it"
+            )
         for entry in entries:
             if entry.shape[0] != self.manifest.channels or entry.tokens > self.manifest.text_length:
+                most, channels = self.manifest.text_length, self.manifest.channels
                 raise LatentError(
-                    f"{root}: {entry.name} in {entry.shard} has {entry.shape[0]} channels and {entry.tokens} tokens, "
-                    f"where the manifest says {self.manifest.channels} and at most {self.manifest.text_length}"
+                    f"{self.latents.folder}: {entry.name} in {entry.shard} has {entry.shape[0]} channels and "
+                    f"{entry.tokens} tokens, where the manifest says {channels} and at most {most}"
                 )
         self.files = self.latents.files
         self.caption(None)  # finds a damaged file now
@@ -55,42 +64,78 @@ class LatentFolder:
             if not clips:
                 rates = {Bucket(*e.shape[1:], e.fps) for e in entries if bucket.fps and e.shape[1:] == bucket.shape}
                 there = ", ".join(map(str, sorted(rates, key=largest_first) or found))
-                raise LatentError(f"no clip of {root} fits the bucket {bucket}; there are {there}")
+                raise LatentError(f"no clip of {', '.join(self.shares)} fits the bucket {bucket}; there are {there}")
         if left := len(entries) - len(self):
-            log.info("%d of %d clips in %s fit none of the buckets and are left out", left, len(entries), root)
+            log.info(
+                "%d of %d clips in %s fit none of the buckets and are left out", left, len(entries), list(self.shares)
+            )
 
     def __len__(self) -> int:
         return sum(map(len, self.clips))
+
+    @cached_property
+    def mixes(self) -> list[Mix]:
+        """For each bucket, the clips of each folder and the places that they take in an epoch."""
+        by_folder = [Counter(Path(entry.shard).parent for entry in clips) for clips in self.clips]
+        counts = [[found[root] for root in self.roots] for found in by_folder]
+        totals = [sum(of) for of in zip(*counts)]  # of each folder
+        places = dealt(totals, list(self.shares.values()), len(self))
+        return [
+            Mix(of, [max(1, round(place * n / total)) if n else 0 for n, total, place in zip(of, totals, places)])
+            for of in counts
+        ]
+
+    @property
+    def roots(self) -> list[Path]:
+        """The folders as the clips name them: of one alone, clips have only the name of their shard."""
+        return self.latents.folders if len(self.shares) > 1 else [Path()]
+
+    @property
+    def places(self) -> list[int]:
+        """The number of samples of each bucket in an epoch."""
+        return [len(mix) for mix in self.mixes]
+
+    def at(self, bucket: int, index: int, epoch: int) -> tuple[Entry, int]:
+        """The clip at place `index` of a bucket in epoch `epoch`, and the clip's own epoch."""
+        folder, place, own = self.mixes[bucket].at(index, epoch)
+        return self.clips[bucket][sum(self.mixes[bucket].counts[:folder]) + place], own
 
     def split(self, validation: float) -> tuple["LatentFolder", "LatentFolder"]:
         """Split the folder into `(train, validation)`: whole videos with about that share of the clips are held out.
 
         No video has clips on both sides, which would be a leak. The choice depends only on names and leaves every
-        bucket at least one clip to train on. If no video can be held out, validation uses the training clips.
+        bucket at least one clip of each folder to train on. If no video can be held out, validation uses the training
+        clips.
         """
         if not 0 < validation < 1:
             raise LatentError(f"the share of clips held out for validation must be between 0 and 1, got {validation}")
-        videos: dict[str, list[tuple[int, Entry]]] = {}
-        for i, clips in enumerate(self.clips):
+        videos: dict[str, list[Entry]] = {}
+        kinds = {entry.name: (i, Path(entry.shard).parent) for i, clips in enumerate(self.clips) for entry in clips}
+        for clips in self.clips:
             for entry in clips:
-                videos.setdefault(video_of(entry), []).append((i, entry))
-        wanted, room = max(1, round(validation * len(self))), [len(clips) - 1 for clips in self.clips]
+                videos.setdefault(video_of(entry), []).append(entry)
+        wanted, room = max(1, round(validation * len(self))), Counter(kinds.values())
         chosen: set[str] = set()
         for name in sorted(videos, key=hash_seed):
-            taken = Counter(i for i, _ in videos[name])
-            fits = all(room[i] >= count for i, count in taken.items())
+            taken = Counter(kinds[entry.name] for entry in videos[name])
+            fits = all(room[kind] > count for kind, count in taken.items())
             # the first in any case, then those that keep within the share
             if fits and (not chosen or len(chosen) + len(videos[name]) <= wanted):
-                chosen |= {entry.name for _, entry in videos[name]}
-                room = [left - taken[i] for i, left in enumerate(room)]
-        train, held_out = copy(self), copy(self)
+                chosen |= {entry.name for entry in videos[name]}
+                room -= taken
         if not chosen:
             said = "%s: no whole video can be held out, so validation uses the clips of training"
-            log.warning(said, self.latents.folder)
-            return train, held_out
-        train.clips = [[e for e in clips if e.name not in chosen] for clips in self.clips]
-        held_out.clips = [[e for e in clips if e.name in chosen] for clips in self.clips]
-        return train, held_out
+            log.warning(said, ", ".join(self.shares))
+            return copy(self), copy(self)
+        held_out = [[e for e in clips if e.name in chosen] for clips in self.clips]
+        return self._of([[e for e in clips if e.name not in chosen] for clips in self.clips]), self._of(held_out)
+
+    def _of(self, clips: list[list[Entry]]) -> "LatentFolder":
+        """The same folder with these of its clips."""
+        other = copy(self)
+        other.clips = clips
+        other.__dict__.pop("mixes", None)
+        return other
 
     def latent(self, entry: Entry, frames: range | None = None, name: str = "latent") -> Tensor:
         """The latent [c, number of `frames`, h, w], float32, or the `start`; no other frames are read."""

@@ -21,7 +21,7 @@ import os
 import shutil
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +172,27 @@ def encoded(folder: Path) -> list[Entry]:
 
 
 class Latents:
-    """A reader of a folder's clips. Shards are opened at their first use and stay memory-mapped, not loaded."""
+    """A reader of the clips of a folder, or of several by the same encoders; the empty caption is that of the first.
 
-    def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
+    Shards are opened at their first use and stay memory-mapped, not loaded. Of several folders, a clip's name begins
+    with the number of its folder, and `shard` is the whole path.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *more: str | os.PathLike[str]):
+        self.folders = [Path(folder), *map(Path, more)]
+        self.folder = self.folders[0]
         self.manifest, self.entries = read_manifest(self.folder), encoded(self.folder)
+        if more:
+            self.entries = [
+                replace(entry, name=f"{i}/{entry.name}", shard=str(root / entry.shard))
+                for i, root in enumerate(self.folders)
+                for entry in encoded(root)
+            ]
+        for other in self.folders[1:]:
+            _same_encoders(other, read_manifest(other), self.manifest)
         self._open: dict[str, Any] = {}
         shards = {self.folder / entry.shard for entry in self.entries}
-        self.files = FileRecords({self.folder / MANIFEST, self.folder / UNCONDITIONAL, *shards})
+        self.files = FileRecords({*(root / MANIFEST for root in self.folders), self.folder / UNCONDITIONAL, *shards})
 
     def latent(self, entry: Entry, frames: range | slice | None = None, name: str = "latent") -> Tensor:
         """The latent [c, number of `frames`, h, w], float32, or the `start`; no other frames are read."""
@@ -214,8 +227,9 @@ class Latents:
 
         Shards without a checksum, of older versions, are only searched for NaN and infinite values.
         """
-        for path in _shards(self.folder, "verifying shards"):
-            _verify(path)
+        for root in self.folders:
+            for path in _shards(root, "verifying shards"):
+                _verify(path)
 
     def _shard(self, entry: Entry) -> Any:
         from safetensors import SafetensorError, safe_open

@@ -58,7 +58,7 @@ def generator(*parts: SupportsIndex | str) -> torch.Generator:
     return torch.Generator().manual_seed(hash_seed(*parts))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)  # of two epochs, in a mix of a few data sets
 def _order(seed: int, epoch: int, n: int) -> Tensor:
     return torch.randperm(n, generator=generator("order", seed, epoch))
 

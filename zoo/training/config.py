@@ -146,7 +146,8 @@ def load(arguments: Sequence[str], *, shown: bool = False) -> Config:
         raise UserError(f"expected one configuration file, got {files or 'none'}\n{USAGE}")
     OmegaConf.clear_resolver("oc.env")  # a configuration is complete: the environment is not part of it
     config = _merged([*_chain(files[0]), *(("command line", _parse(override)) for override in overrides)])
-    if getattr(config.data, "path", "") is None and not (config.dry_run or shown):
+    nameless = getattr(config.data, "path", "") is None and not getattr(config.data, "mix", None)
+    if nameless and not (config.dry_run or shown):
         raise UserError("data.path is not set: it names the folder of your data (data.path=/path/to/it)")
     config.name = config.name or Path(files[0]).stem
     if Path(config.name).name != config.name or config.name == ".." or len(config.name.encode()) > 200:
@@ -194,6 +195,8 @@ def _make_absolute(section: Any) -> None:
         value = getattr(section, f.name)
         if is_dataclass(value):
             _make_absolute(value)
+        elif isinstance(value, dict) and f.metadata.get("file"):
+            setattr(section, f.name, {os.path.abspath(path): other for path, other in value.items()})
         elif value is not None and f.metadata.get("file"):
             setattr(section, f.name, os.path.abspath(value))
 

@@ -212,7 +212,7 @@ class Task(ABC):
         return ""
 
     def hints(self, model: nn.Module) -> Sequence[str]:
-        """What about the configuration is likely to disappoint, each with an option that helps. By default nothing."""
+        """Settings that are likely to disappoint, each with an option that helps, one a line. By default none, []."""
         return []
 
     def names(self) -> Mapping[str, Sequence[str]]:

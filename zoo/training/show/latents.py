@@ -33,9 +33,25 @@ class Show(video.Show):
         self.codecs: dict[Path | None, Any] = {}  # by path: read once, and planned once where ranks share the work
 
     def ready(self) -> None:
-        if self.config.sample.every:
-            on_first_rank(self._try_decoder)
-            on_first_rank(lambda: self.config.sample.metrics and self.features is None)
+        options = self.config.sample
+        if not options.every:
+            return
+        on_first_rank(self._try_decoder)
+        on_first_rank(lambda: options.metrics and self.features is None)
+        if options.prompts and options.metrics:
+            raise UserError("sample.metrics=true compares samples with real clips, which sample.prompts has none of")
+        if options.prompts:
+            with torch.device("meta"):
+                self.task.model()  # which says what conditions it takes
+            self.prompts = self.texts(options.prompts, options.text, "sample.text", self.task.device)
+
+    @property
+    def count(self) -> int:
+        return len(self.config.sample.prompts) or self.config.sample.clips
+
+    @property
+    def paired(self) -> bool:
+        return not self.config.sample.prompts
 
     def _try_decoder(self) -> None:
         """Load and check the decoder, so that an error comes now rather than hours later."""
@@ -85,7 +101,40 @@ class Show(video.Show):
         told, texts = self.task.tell(self.task.validation, entries, [False] * count), "context" in self.task.takes
         none = self.task.tell(self.task.validation, entries, [True] * count) if texts else None
         titles = [entry.caption if texts else "" for entry in entries]
+        if self.config.sample.prompts:
+            told, titles = told | self.prompts, list(self.config.sample.prompts)
         return Clips(entries[0].shape[1:], told, none, titles), x, entries[0].fps
+
+    def texts(
+        self, captions: Sequence[str], path: str | Path | None, option: str, device: torch.device | str
+    ) -> dict[str, Tensor]:
+        """The embeddings of captions as arguments of the model, by the text encoders of the training data.
+
+        path: the folder of the encoders, which `option` names (None: where the manifest says). Collective.
+        """
+        known = self.task.manifest
+        assert known is not None
+        if "context" not in self.task.takes:
+            raise UserError(f"sample.prompts: the model {self.config.model.name} takes no text")
+
+        def embed() -> list[Tensor]:
+            try:
+                encoder = TextEncoder.load(path or known.text_path, device, length=known.text_length)
+            except CodecError as error:
+                raise CodecError(f"{error}; {option} names the folder of the text encoder") from None
+            self.check(encoder, "text")
+            return encoder.encode(captions)
+
+        def pool() -> list[Tensor]:
+            encoder = PooledEncoder.load(path or known.pooled_path, device)
+            self.check(encoder, "pooled")
+            return list(encoder.encode(captions))
+
+        texts = on_first_rank(lambda: user_error(embed))
+        vectors = on_first_rank(lambda: user_error(pool)) if "pooled" in self.task.takes else []
+        padded_texts = zip(*(padded(text, known.text_length) for text in texts))
+        rows = {name: torch.stack(rows) for name, rows in zip(("context", "context_mask"), padded_texts)}
+        return rows | ({"pooled": torch.stack(vectors)} if vectors else {})
 
 
 class Infer(video.Infer):
@@ -128,25 +177,14 @@ class Infer(video.Infer):
         self, folder: LatentFolder, options: Namespace, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
         """The embeddings of captions and, in the last row, of the negative one, as arguments of the model."""
-        assert self.task.manifest is not None
-        wanted, pooled = [*captions, options.negative_prompt or ""], "pooled" in self.task.takes
-        texts, vectors = [folder.latents.unconditional()] * len(wanted), []
+        wanted = [*captions, options.negative_prompt or ""]
         if options.prompt:
-            texts = on_first_rank(lambda: user_error(self._embed, options.text, wanted, device))
-        if pooled and options.prompt:
-            vectors = on_first_rank(lambda: user_error(self._pool, options.text, wanted, device))
-        elif pooled:
-            vectors = [folder.vectors(None, "pooled")] * len(wanted)
-        padded_texts = zip(*(padded(text, self.task.manifest.text_length) for text in texts))
-        rows = {name: torch.stack(rows) for name, rows in zip(("context", "context_mask"), padded_texts)}
-        return rows | ({"pooled": torch.stack(list(vectors))} if pooled else {})
-
-    def _pool(self, path: Path | None, captions: Sequence[str], device: torch.device) -> list[Tensor]:
-        """The pooled embeddings [e] of captions, by the second text encoder of the training data."""
-        assert self.task.manifest is not None
-        encoder = PooledEncoder.load(path or self.task.manifest.pooled_path, device)
-        self.show.check(encoder, "pooled")
-        return list(encoder.encode(captions))
+            return self.show.texts(wanted, options.text, "--text", device)
+        context, mask = folder.caption(None)
+        empty = {"context": context, "context_mask": mask}
+        if "pooled" in self.task.takes:
+            empty["pooled"] = folder.vectors(None, "pooled")
+        return {name: row.expand(len(wanted), *row.shape) for name, row in empty.items()}
 
     def first_frame(self, options: Namespace, clips: Clips, codec: Any, device: torch.device) -> dict[str, Tensor]:
         first = super().first_frame(options, clips, codec, device)
@@ -158,14 +196,3 @@ class Infer(video.Infer):
             image = read_frames(options.first_frame, height, width, most=1)[:, 0]
             first["image"] = encoder.encode(image).expand(len(clips.titles), -1, -1)
         return first
-
-    def _embed(self, path: Path | None, captions: Sequence[str], device: torch.device) -> list[Tensor]:
-        """The embeddings [l, e] of captions, by the text encoder of the training data."""
-        known = self.task.manifest
-        assert known is not None
-        try:
-            encoder = TextEncoder.load(path or known.text_path, device, length=known.text_length)
-        except CodecError as error:
-            raise CodecError(f"{error}; --text names the folder of the text encoder") from None
-        self.show.check(encoder, "text")
-        return encoder.encode(captions)

@@ -40,7 +40,7 @@ FORMATS = ("gif", "mp4")
 
 @dataclass
 class Pairs:
-    """Samples and their real clips, (n c t y x) uint8, on rank 0; None elsewhere."""
+    """Samples and their real clips, if they have any, (n c t y x) uint8, on rank 0; None elsewhere."""
 
     real: Tensor | None
     samples: Tensor | None
@@ -98,21 +98,34 @@ class Show(task.Show):
     def sample(self, model: Callable[..., Tensor], device: torch.device, on_step: Callable[..., None]) -> Pairs:
         """Clips from fixed noise, with the classes or captions of real clips, and the real clips."""
         options = self.config.sample
-        clips, x, fps = user_error(self.real, options.clips)
+        clips, x, fps = user_error(self.real, self.count)
         if "start" in self.task.takes and "start" not in clips.told:
             begin_with(clips, {"start": self.task.starts(x, range(x.shape[2]))})
         made = self.draw(model, clips, SAMPLES, options.steps, options.guidance, device, on_step)
         codec = user_error(self.codec, None, device)
-        return Pairs(decode(x, codec), decode(made, codec), clips.titles, fps)
+        return Pairs(decode(x, codec) if self.paired else None, decode(made, codec), clips.titles, fps)
+
+    @property
+    def count(self) -> int:
+        """The number of clips to sample."""
+        return self.config.sample.clips
+
+    @property
+    def paired(self) -> bool:
+        """Tell whether samples have the class or caption of a real clip."""
+        return True
 
     def write(self, samples: Pairs, path: Path) -> Mapping[str, float]:
-        assert samples.real is not None
         assert samples.samples is not None
+        how: dict[str, Any] = {"fps": samples.fps, "columns": columns(len(samples.samples))}
+        how["titles"] = shown(samples.titles)
+        if samples.real is None:
+            save_gif(path, samples.samples, **how)
+            return {}
         n, c, t, _, w = samples.real.shape
         line = torch.full((n, c, t, 1, w), GREY, dtype=torch.uint8)
         pairs = torch.cat([samples.real, line, samples.samples], dim=3)
-        below, head = shown(samples.titles), "real clips, and under each a sample"
-        save_gif(path, pairs, fps=samples.fps, columns=columns(n), titles=below, head=head)
+        save_gif(path, pairs, **how, head="real clips, and under each a sample")
         return self.measure(samples.real, samples.samples, samples.titles) if self.config.sample.metrics else {}
 
     def measure(self, real: Tensor, made: Tensor, titles: Sequence[str]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from zoo.contract import SIZES, Conditions, sizes_of
 from zoo.data.buckets import Bucket, bucket_batches, bucket_step
 from zoo.data.latent_folder import LatentFolder, largest_first
 from zoo.data.latents import Entry, Manifest, read_manifest
+from zoo.data.mix import shares_of
 from zoo.data.sampling import hash_seed, order
 from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank
@@ -41,7 +42,10 @@ log = logging.getLogger(__name__)
 class Latents:
     classes: ClassVar[int | None] = None
     name: str = option("latent_folder", "folder of latents and text embeddings, written by zoo.video.encode")
-    path: str | None = option(None, "the folder; required", file=True)
+    path: str | None = option(None, "the folder; required, or mix", file=True)
+    mix: dict[str, float] = option(
+        {}, "several folders with their shares of the samples, in place of path: {mine: 0.7, others: 0.3}", file=True
+    )
     buckets: list[str] = option([], "shapes to train on, in latent cells: TxHxW or TxHxW@fps; empty: all in the folder")
     balance: bool = option(False, "give smaller shapes larger batches, up to the cells of the largest shape")
     verify: bool = option(False, "compare every shard with its checksum at the start")
@@ -66,6 +70,10 @@ class Sample(video.Sample):
     vae: str | None = option(
         None, "folder of the autoencoder that decodes samples; null: the one in the manifest", file=True
     )
+    prompts: list[str] = option([], "captions of the clips to sample; empty: those of held-out clips, shown above them")
+    text: str | None = option(
+        None, "folder of the text encoder that embeds these; null: the one in the manifest", file=True
+    )
 
 
 class Task(video.Task):
@@ -78,12 +86,17 @@ class Task(video.Task):
     @cached_property
     def manifest(self) -> Manifest | None:
         """The manifest of the folder; None without one, in a dry run."""
-        path = self.config.data.path
-        return None if path is None else user_error(read_manifest, Path(path), prefix="data: ")
+        root = next(iter(self.folders), None)
+        return None if root is None else user_error(read_manifest, Path(root), prefix="data: ")
+
+    @property
+    def folders(self) -> dict[str, float]:
+        """The folders with their shares of the samples; {} without one, in a dry run."""
+        return user_error(shares_of, self.config.data.path, getattr(self.config.data, "mix", {}), prefix="data: ")
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        if not self.wanted and self.config.data.path is None:
+        if not self.wanted and not self.folders:
             raise UserError("data.path is not set, so data.buckets has to say what the clips are: [16x32x32]")
         return sorted(self.wanted, key=largest_first) if self.wanted else self.read().buckets
 
@@ -101,7 +114,7 @@ class Task(video.Task):
         return self.manifest.channels if self.manifest else self.model_channels
 
     def read(self) -> LatentFolder:
-        return user_error(LatentFolder, self.config.data.path, self.wanted, prefix="data: ")
+        return user_error(LatentFolder, self.folders, self.wanted, prefix="data: ")
 
     def verified(self) -> LatentFolder:
         """The folder, compared with its checksums if the configuration says so."""
@@ -167,15 +180,17 @@ class Task(video.Task):
         return self.tokens_of(self.buckets[bucket].shape) * self.batches[bucket]
 
     def _step(self, step: int, groups: int) -> tuple[int, list[int], list[int]]:
-        options, counts = self.config.train, [len(clips) for clips in self.train.clips]
-        return bucket_step(options.seed, step, counts, [b * options.accumulation * groups for b in self.batches])
+        options = self.config.train
+        return bucket_step(
+            options.seed, step, self.train.places, [b * options.accumulation * groups for b in self.batches]
+        )
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
         bucket, epochs, indices = self._step(step, groups)
         size = self.batches[bucket]
         mine = slice((micro * groups + group) * size, (micro * groups + group + 1) * size)
-        entries = [self.train.clips[bucket][index] for index in indices[mine]]
-        ids = _sample_ids(entries, epochs[mine])
+        entries, own = zip(*(self.train.at(bucket, i, epoch) for i, epoch in zip(indices[mine], epochs[mine])))
+        ids = _sample_ids(entries, own)
         inputs = self._read_clips(self.train, entries, self._dropped(step, ids).tolist())
         return inputs | self._random(objective, step, ids, self.buckets[bucket].shape)
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from zoo.contract import SIZES, Conditions, first_of, sizes_of
 from zoo.data import video_folder
 from zoo.data.digits import LETTERS, MovingDigits, spell
+from zoo.data.mix import MixedClips, shares_of
 from zoo.data.sampling import VideoDataset, hash_seed, order
 from zoo.data.shapes import NAMES, MovingShapes
 from zoo.training import UserError, complete, task, user_error
@@ -81,7 +82,10 @@ class VideoFolder:
     classes: ClassVar[int | None] = None
     caption_channels: ClassVar[int] = 0
     name: str = option("video_folder", "mp4, webm and GIF files under one folder")
-    path: str | None = option(None, "the folder; required", file=True)
+    path: str | None = option(None, "the folder; required, or mix", file=True)
+    mix: dict[str, float] = option(
+        {}, "several folders with their shares of the samples, in place of path: {mine: 0.7, others: 0.3}", file=True
+    )
     frames: int = option(16, "frames a clip", least=1)
     height: int = option(256, "rows of pixels", least=1)
     width: int = option(256, "columns of pixels", least=1)
@@ -92,8 +96,13 @@ class VideoFolder:
 
     def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
         how: dict[str, Any] = {"frames": self.frames, "stride": self.stride, "fps": self.fps, "verify": self.verify}
-        folder = video_folder.VideoFolder(self.path or "", height=self.height, width=self.width, seed=seed, **how)
-        return folder.split(self.validation)
+        how |= {"height": self.height, "width": self.width, "seed": seed}
+        shares = shares_of(self.path, self.mix)
+        parts = [video_folder.VideoFolder(path, **how).split(self.validation) for path in shares]
+        if len(parts) == 1:
+            return parts[0]
+        train, held_out = zip(*parts)
+        return MixedClips(train, list(shares.values())), MixedClips(held_out)
 
 
 class Data(task.Data, Protocol):
