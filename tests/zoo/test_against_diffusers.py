@@ -475,7 +475,7 @@ def test_parameters_of_published_sizes_are_those_of_diffusers(name, size):
         model = zoo.create(name, size)
         c = model.config
         if name == "hunyuan":
-            theirs = diffusers.HunyuanVideoTransformer3DModel(in_channels=c.in_channels)
+            theirs = diffusers.HunyuanVideoTransformer3DModel(in_channels=c.in_channels, guidance_embeds=c.guidance)
         else:
             theirs = diffusers.WanTransformer3DModel(
                 num_attention_heads=c.heads, attention_head_dim=128, ffn_dim=c.mlp, num_layers=c.depth,

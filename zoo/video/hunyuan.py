@@ -4,7 +4,7 @@ Published sizes; parameters with text of 4096 channels (a language model) and a 
 
     size       two streams  one stream  hidden  heads   parameters      published as
     13B             20          40       3072     24    12,821,012,544  text to video
-    i2v-13B         20          40       3072     24    12,821,221,440  image to video by latent_concat
+    i2v-13B         20          40       3072     24    12,810,991,680  image to video, latent_concat; no guidance input
 
 Two blocks refine the text first. In the two-stream blocks video and text have separate weights (an MMDiT; Esser et al.,
 arXiv 2403.03206); in the one-stream blocks they share weights. In both, each token attends to all video and text.
@@ -44,7 +44,7 @@ from zoo.video.hunyuan_blocks import JOINT, Block, Final, Refiner, SingleBlock
 
 SIZES: dict[str, dict[str, Any]] = {
     "13B": {},
-    "i2v-13B": {"in_channels": 33, "condition_channels": 17},
+    "i2v-13B": {"in_channels": 33, "condition_channels": 17, "guidance": False},
     "test": {
         "hidden": 96, "depth": 2, "single": 2, "heads": 3, "in_channels": 4, "caption_channels": 20,
         "pooled_channels": 6,
