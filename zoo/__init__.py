@@ -38,6 +38,8 @@ def pipeline(
     branches: bool = False,
     wire: str = "same",
     variant: str | None = None,
+    lora: Any = (),
+    lora_scale: float = 1.0,
 ) -> Any:
     """The published video model in a folder as diffusers saves a pipeline, on one process or all ranks of a torchrun.
 
@@ -46,13 +48,15 @@ def pipeline(
     that the family was published for. scheduler: the class of another scheduler of diffusers; shift: the shift of its
     noise levels. branches: half of the ranks compute each of the two predictions of guidance. wire: the format in which
     ranks send activations to one another, as for `dsp.parallelize`. variant: of the weights, such as fp16, in the parts
-    that have it; the transformer must. ValueError: a part is missing, damaged or unknown.
+    that have it; the transformer must. lora: a file or folder of adapters, or several, one for each transformer, which
+    are added `lora_scale` times. ValueError: a part is missing, damaged or unknown.
     """
     from zoo.training.pipeline import Pipeline
 
     return Pipeline(
-        folder, dtype=dtype, scheduler=scheduler, shift=shift, branches=branches, wire=wire, variant=variant
-    )
+        folder, dtype=dtype, scheduler=scheduler, shift=shift, branches=branches, wire=wire, variant=variant,
+        lora=lora, lora_scale=lora_scale,
+    )  # fmt: skip
 
 
 __all__ = ["create", "from_export", "from_reference", "list_models", "load", "pipeline", "sizes"]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.pages import FENCE, FRAMEWORKS, Block, blocks, rough
+from tests.support.pages import FENCE, FRAMEWORKS, WALKED, Block, blocks, rough
 from tests.support.paths import ROOT, TESTS
 from tests.support.runs import Heard, launched
 from tests.support.slow import long, slow
@@ -133,7 +133,7 @@ def programs() -> Iterator[Any]:
             mark = slow if page.stem in STARTED else long
             yield mark(page, "".join(code), 3 if "init_device_mesh(" in "".join(code) else 0, id=page.name)
         for block in blocks(page):  # for a process of its own alone; `(...)` stands for what the reader has
-            if block.language == "py" and "(...)" not in block.text:
+            if block.language == "py" and "(...)" not in block.text and page not in WALKED:
                 yield slow(page, block.text, 0, id=f"{page.name}-py")
 
 

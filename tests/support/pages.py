@@ -12,6 +12,9 @@ FRAMEWORKS = [ROOT / f"docs/{name}.md" for name in ("frameworks", "fsdp", "train
 """Pages whose blocks are programs of their own: test_frameworks.py runs them."""
 
 
+WALKED = [ROOT / "docs/lora.md"]
+"""Pages that test_lora.py goes through, command by command."""
+
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.S | re.M)
 
 

@@ -51,7 +51,8 @@ def is_pipeline(folder: Path) -> bool:
 class Pipeline:
     """A published video model that is ready to be sampled. `close` ends the process group, if the pipeline began one.
 
-    lora: a file of adapters for each transformer, in turn, which are added to its weights `lora_scale` times.
+    lora: a file or folder of adapters, or one for each transformer in turn; they are added to its weights `lora_scale`
+    times.
 
     published: the transformers and their sampler; files: those that the last `sample` wrote to `out`.
     """
@@ -66,7 +67,7 @@ class Pipeline:
         branches: bool = False,
         wire: str = "same",
         variant: str | None = None,
-        lora: Sequence[str | Path] = (),
+        lora: str | Path | Sequence[str | Path] = (),
         lora_scale: float = 1.0,
     ):
         if dtype not in (None, *DTYPES):
@@ -95,9 +96,10 @@ class Pipeline:
                 raise UserError(f"branches {IN_TURN}")
             mesh = init_device_mesh(self.device.type, (over, world // over), mesh_dim_names=("guidance", "sp"))
             self.halves = mesh["guidance"] if branches else None
-            if len(lora) > len(self.published.models):
-                raise UserError(f"--lora: {len(lora)} adapters for {len(self.published.models)} transformers")
-            for model, file in zip(self.published.models, lora):
+            files = [lora] if isinstance(lora, str | Path) else lora
+            if len(files) > len(self.published.models):
+                raise UserError(f"--lora: {len(files)} adapters for {len(self.published.models)} transformers")
+            for model, file in zip(self.published.models, files):
                 user_error(adapter.merge, model, Path(file), lora_scale, prefix="--lora: ")
             for model in self.published.models:
                 user_error(dsp.parallelize, model.to(self.device), mesh["sp"], wire=wire)
