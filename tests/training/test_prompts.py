@@ -75,9 +75,12 @@ def test_prompts_that_cannot_be_drawn_are_refused_at_the_start(runs, capsys):
     for options, said in (
         (["sample.metrics=true"], "compares samples with real clips, which sample.prompts has none of"),
         (["sample.text=/nowhere"], "/nowhere is not there: no such folder"),
-        (["model={name: latte, size: test, overrides: {in_channels: 4}}"], "sample.prompts: the model latte takes no"),
         ([f"sample.prompts=[{'a long story ' * 40}]"], "tokens, and 300 are allowed"),
     ):
         runs("name=refused", *options, expect=2)
         assert said in capsys.readouterr().err
+    silent = CONFIG.format(data=runs.directory / "latents").replace("model:\n  name: wan", "model:\n  name: latte")
+    silent = silent.replace("{hidden: 72, heads: 6, mlp: 96, caption_channels: 64}", "{in_channels: 4}")
+    Runs(runs.trainer, runs.directory, silent, "silent.yaml")("name=refused", "sample.guidance=1", expect=2)
+    assert "sample.prompts: the model latte takes no text" in capsys.readouterr().err
     assert not (runs.directory / "runs/refused").exists()
