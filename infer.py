@@ -3,6 +3,7 @@
     python infer.py runs/demo --label 3 --frames 16
     python infer.py runs/video --prompt "a boat on a lake" --format mp4
     python infer.py Wan2.1-T2V-1.3B-Diffusers --prompt "a boat on a lake"     # published weights: a pipeline's folder
+    python infer.py esm2_t33_650M_UR50D x.fasta 1abc.cif     # contacts by published ESM-2; a structure judges them
     dsp-launch --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
     dsp-launch --nproc-per-node 4 infer.py runs/protein_demo 1abc.cif 1abc.a3m
     python infer.py --dca 1abc.cif 1abc.a3m           # contacts by direct coupling analysis: no training, no run
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from zoo.files import read_table
 from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.console import Console
@@ -55,6 +57,14 @@ def first_rank() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def is_esm2(folder: Path) -> bool:
+    """True for a folder of an ESM model as transformers saves it, False for that of a run."""
+    config = folder / "config.json"
+    if (folder / "config.yaml").is_file() or not config.is_file():
+        return False
+    return user_error(read_table, config).get("model_type") == "esm"
+
+
 def direct_coupling_analysis(arguments: Sequence[str]) -> int:
     """Predict contacts from alignments, without a model, in one process."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -74,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def work(arguments: Sequence[str]) -> int:
-    usage = "infer.py RUN [options]   (RUN: the directory of a run, of one of its checkpoints, or of a pipeline)"
+    usage = "infer.py RUN [options]   (RUN: the directory of a run, of one of its checkpoints, or of a published model)"
     try:
         if arguments[:1] == ["--dca"]:
             return direct_coupling_analysis(arguments[1:])
@@ -84,6 +94,9 @@ def work(arguments: Sequence[str]) -> int:
             return 0 if "--help" in arguments or "-h" in arguments else 2
         if pipeline.is_pipeline(Path(arguments[0])):
             return pipeline.command(arguments[1:], Path(arguments[0]), Parser(prog="infer.py FOLDER"))
+        if is_esm2(Path(arguments[0])):
+            esm2 = user_error(import_module, "zoo.training.show.esm2")  # Biopython comes with an extra
+            return esm2.command(arguments[1:], Path(arguments[0]), Parser(prog="infer.py FOLDER"))
         run, directory, step = locate(Path(arguments[0]))
         config = cfg.load([str(run / "config.yaml")])
         shape = argparse.ArgumentDefaultsHelpFormatter

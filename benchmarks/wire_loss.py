@@ -40,7 +40,7 @@ MODELS = {
     "mamba": f"configs/st_mamba_demo.yaml model.overrides.depth=3 model.overrides.head_dim=16 {SMALL}",
     "protein": (
         "configs/protein_synthetic_demo.yaml data.residues=32 data.rows=16 data.families=64 data.depth=32 "
-        "model.overrides.depth=1 eval.proteins=16 eval.floors=false sample.every=0"
+        "model.overrides.depth=1 eval.proteins=16 eval.baselines=false sample.every=0"
     ),
 }
 

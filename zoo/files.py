@@ -24,6 +24,7 @@ __all__ = [
     "read_json",
     "read_table",
     "read_text",
+    "refuse_page",
     "regular",
 ]
 
@@ -77,6 +78,15 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, nulls
     if b"\0" in data and not nulls:
         raise ValueError(f"{path}: not a text file: it has null bytes")
     return data.decode("utf-8-sig", "replace")
+
+
+def refuse_page(text: str) -> None:
+    """Raise ValueError for a text without data: an empty one, or the HTML page that a server sent in its place."""
+    begin = text.lstrip()[:200].lower()
+    if not begin:
+        raise ValueError("it is empty: was it downloaded to its end?")
+    if begin.startswith(("<!doctype html", "<html", "<head", "<?xml")) and "html" in begin:
+        raise ValueError("it is an HTML page, as a server sends for an error: download the file itself")
 
 
 def parse_json(text: str | bytes, each: int = 8) -> Any:

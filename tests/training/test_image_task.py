@@ -19,7 +19,7 @@ CONFIG = """
 model: {name: axial_image, size: test, overrides: {height: 8, width: 8, levels: 17, num_classes: 10, dropout: 0.1}}
 data: {name: digit_images}
 train: {steps: 4, batch: 2}
-eval: {every: 4, images: 6, floors: true}
+eval: {every: 4, images: 6, baselines: true}
 sample: {every: 4, images: 3}
 log: {every: 1}
 """

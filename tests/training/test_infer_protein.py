@@ -12,7 +12,7 @@ from PIL import Image
 from tests.support.inference import infer, infer_here
 from tests.support.paths import STRUCTURES
 from tests.support.runs import Runs
-from zoo.data.protein.record import LETTERS
+from zoo.data.protein.record import LETTERS, digest
 from zoo.data.protein.structure import read_structure
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.protein.coevolution import coupling_feature, direct_couplings
@@ -101,13 +101,21 @@ def test_recycles_change_what_is_predicted(run, tmp_path, files, capsys):
 
 
 def test_a_prediction_says_whether_the_run_was_trained_on_it(run, tmp_path, files, capsys):
-    write(run / "names.json", json.dumps({"train": ["1A8O"], "validation": ["alone"]}))
+    """By sequence, whatever the file is called; a run that recorded no sequences goes by names, and this is said."""
+    chains = {"train": [read_structure(STRUCTURES / "1A8O.cif.gz").sequence], "validation": [CHAINS[0]]}
+    digests = {f"{which}_chains": [digest(chain) for chain in each] for which, each in chains.items()}
+    shutil.move(files / "1A8O.cif.gz", files / "good.cif.gz")
     try:
+        write(run / "names.json", json.dumps({"train": ["alone"], "validation": ["good"], **digests}))
         assert infer(run, files, "--out", tmp_path / "out") == 0
         out = capsys.readouterr().out
-        assert "1A8O (trained on): 70 residues" in out
+        assert "good (trained on): 70 residues" in out
         assert "alone (held out): 14 residues" in out
-        assert "mean of 1 trained on: short P@L " in out
+        assert "mean of 1 trained on\n" in out
+        assert out.count("mean of") == 1  # of the other no structure is known
+        write(run / "names.json", json.dumps({"train": ["alone"], "validation": ["good"]}))
+        assert infer(run, files, "--out", tmp_path / "out") == 0
+        assert "alone (trained on, by its name): 14 residues" in capsys.readouterr().out
         write(run / "names.json", "[1]")
         assert infer(run, files, "--out", tmp_path / "out") == 2
         assert "names.json: expected the lists train and validation" in capsys.readouterr().err
@@ -156,8 +164,8 @@ def test_a_folder_is_predicted_and_what_cannot_be_read_is_counted(run, tmp_path,
     assert infer(run, files, "--out", tmp_path / "out") == 0
     out = capsys.readouterr().out
     assert "bad.cif" in next(line for line in out.splitlines() if line.startswith("skipped"))
-    assert "2 of 3 proteins predicted, 1 skipped\nmean of 1: short P@L " in out  # the other's truth is not known
-    assert "1A8O: 70 residues, 1 of 1 rows; short P@L " in out
+    assert "2 of 3 proteins predicted, 1 skipped\nmean of 1; 1 protein without a known structure\n" in out
+    assert "1A8O: 70 residues, 1 of 1 rows\n" + " " * 10 + "     P@L   P@L/2   P@L/5\n  short  " in out
     names = {f"{name}.{suffix}" for name in ("1A8O", "alone") for suffix in ("csv", "npz", "png")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for name in ("1A8O", "alone"):
@@ -261,6 +269,15 @@ def test_a_model_that_is_told_couplings_is_told_those_of_the_whole_alignment(tra
     np.testing.assert_allclose(odds, 0.5 * coupling_feature(torch.from_numpy(msa)).numpy(), atol=1e-3)
 
 
+def test_a_folder_without_alignments_has_no_couplings_and_that_is_said_once(tmp_path, capsys):
+    for name in ("a", "b"):
+        shutil.copy(STRUCTURES / "1A8O.cif.gz", tmp_path / f"{name}.cif.gz")
+    assert infer("--dca", tmp_path, "--out", tmp_path / "out") == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: 2 structures without an alignment, and couplings need one: put NAME.a3m")
+    assert printed.out + printed.err == printed.err
+
+
 FOLDS = "model.overrides={bins: 64, depth: 1, structure: 2, structure_heads: 2}"
 
 
@@ -273,6 +290,10 @@ def test_a_structure_is_written_with_its_confidence(trainer, tmp_path, whole_wor
     assert infer(*options, "--out", tmp_path / "one") == 0
     said = capsys.readouterr().out
     assert all(word in said for word in ("structure lDDT 0.", "structure RMSD ", "pLDDT "))
+    assert "unusable backbone: neighbouring Cα are " in said  # after one step
+    with Image.open(tmp_path / "one/1A8O-predicted.png") as picture:
+        assert picture.width > 1.5 * picture.height  # the true one beside it
+        assert len(picture.getcolors(1 << 20)) > 60
     found, true = read_structure(tmp_path / "one/1A8O-predicted.cif"), read_structure(STRUCTURES / "1A8O.cif.gz")
     assert (found.sequence, found.chains) == (true.sequence, true.chains)
     assert found.resolved[:, :4].all()

@@ -27,7 +27,7 @@ model: {name: evoformer, size: test, overrides: {bins: 64, extra_depth: 0, depth
 data: {name: protein_synthetic, residues: 17, rows: 5, families: 6, depth: 8}
 optim: {lr: 1e-3, warmup: 2}
 train: {steps: 4, batch: 2}
-eval: {every: 2, proteins: 4, floors: true}
+eval: {every: 2, proteins: 4, baselines: true}
 sample: {every: 4, proteins: 3, drawn: 2}
 log: {every: 1}
 checkpoint: {every: 2}
@@ -191,7 +191,7 @@ def test_couplings_are_told_by_rows_of_pairs():
     assert (whole[:, 17:] == 0).all()
     assert whole.std() > 0.3
     family = made[0].train.protein(2)
-    told = made[0].told(family, "any").take(np.arange(3, 9)).couplings  # of the whole alignment, then cut
+    told = made[0].with_couplings(family, "any").take(np.arange(3, 9)).couplings  # of the whole alignment, then cut
     np.testing.assert_array_equal(told, coupling_feature(torch.from_numpy(family.msa)).numpy()[3:9, 3:9])
 
 

@@ -266,15 +266,19 @@ def test_pairformer_takes_the_weights_of_an_openfold_trunk() -> None:
     refused("missing: 'msa_module", zoo.from_reference, "pairformer", {})
 
 
-def test_relative_positions_agree_with_openfold() -> None:
+def test_relative_encodings_agree_with_openfold() -> None:
+    """AlphaFold 3's on four chains, of which some are copies; AlphaFold 2's is its first part."""
     torch.manual_seed(0)
-    ours = embedding.PairEmbed(C_Z, 3).double()
-    nn.init.zeros_(ours.left.weight), nn.init.zeros_(ours.right.weight)
-    place, chain = torch.randint(12, (2, R)), torch.randint(2, (2, R))
-    batch = {"residue_index": place, "asym_id": chain, "entity_id": chain, "token_index": place, "sym_id": chain}
-    wanted = relpos_complex(batch, 3, 2)[..., : 2 * 3 + 2].double() @ ours.relative.weight
-    residues = torch.stack([torch.zeros_like(place), place, chain], -1)
-    torch.testing.assert_close(ours(residues, residues), wanted)
+    place, chain = torch.randint(12, (2, R)), torch.randint(4, (2, R))
+    entity, copy = chain % 3, chain // 3 * 4
+    batch = {"residue_index": place, "asym_id": chain, "entity_id": entity, "token_index": place, "sym_id": copy}
+    features = relpos_complex(batch, 3, 2).double()
+    ours = embedding.RelativeEncoding(C_Z, 3).double()
+    residues = torch.stack([place, chain, entity, copy], -1)
+    torch.testing.assert_close(ours(residues, residues), features @ ours.weight)
+    first = embedding.ChainOffset(C_Z, 3).double()
+    wanted = features[..., : 2 * 3 + 2] @ first.weight
+    torch.testing.assert_close(first(residues[..., :2], residues[..., :2]), wanted)
 
 
 def template_names(name: str) -> list[str]:

@@ -35,7 +35,7 @@ from zoo.protein.metrics import (
 from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import HIT, LIKELY, MISS, UNSEEN, ContactMap, save_contact_maps
 from zoo.training.model import recomputed_modules, repeated_stages
-from zoo.training.show.protein import Predicted
+from zoo.training.show.predicted import Predicted
 from zoo.training.tasks.protein import structure_inputs
 
 
@@ -97,6 +97,17 @@ def test_distance_lddt_against_loops():
     assert distance_lddt(predicted, position, seen) == pytest.approx(float(sum(scores) / len(scores)))
     assert distance_lddt(true, position, seen) == 1
     assert distance_lddt(true, position, seen & False) is None
+
+
+def test_a_backbone_of_no_use_is_named():
+    """Neighbouring Cα at random weights are hundredths of an Å apart; those of a real chain are not."""
+    protein = next(p for p in every_protein() if p.resolved[:, ATOMS.index("CA")].all() and len(p.chains) == 1)
+    atoms, flat = torch.from_numpy(protein.positions), torch.zeros(len(protein), len(protein))
+    assert Predicted(protein, flat, flat, atoms=atoms).unusable() == ""
+    assert Predicted(protein, flat, flat).unusable() == ""
+    near = Predicted(protein, flat, flat, atoms=atoms * 0.03 / 3.8).unusable()
+    assert near == "unusable backbone: neighbouring Cα are 0.03 Å apart, where 3.8 Å are expected; train longer"
+    assert "are 38." in Predicted(protein, flat, flat, atoms=atoms * 10).unusable()
 
 
 def test_lddt_of_calpha_atoms_against_biotite():

@@ -26,7 +26,7 @@ from zoo.protein.structure import (
 )
 from zoo.protein.structure_losses import FrameAlignedPointError, lddt_of_residues
 from zoo.protein.structure_weights import from_reference
-from zoo.training.show.protein import bonded
+from zoo.training.show.predicted import bonded
 from zoo.training.tasks.protein import structure_inputs
 
 with warnings.catch_warnings(action="ignore"):

@@ -15,7 +15,7 @@ from tests.support.paths import STRUCTURES
 from tests.support.refusals import refused
 from zoo.data.protein.example import draw
 from zoo.data.protein.folder import ProteinFolder
-from zoo.data.protein.given import find
+from zoo.data.protein.inputs import find_proteins
 from zoo.data.protein.record import ATOMS, GAP, Protein
 from zoo.data.protein.structure import read_structure
 from zoo.data.protein.template import align
@@ -179,15 +179,15 @@ def test_a_folder_finds_templates(whole: Protein, tmp_path) -> None:
     assert [t.name for t in folder.protein(0).templates] == ["1A8O.template1"]
     assert ProteinFolder(tmp_path).protein(0).templates == ()
 
-    (given, *_), skipped = find([tmp_path]), []
+    (given, *_), skipped = find_proteins([tmp_path]), []
     assert [t.name for t in given.read(1, lambda path, why: skipped.append(path.name)).templates] == ["1A8O.template1"]
     assert skipped == ["1A8O.template0.cif"]
-    (same,) = find([tmp_path / "1A8O.cif.gz", tmp_path / "../" / tmp_path.name / "1A8O.template1.cif"])
+    (same,) = find_proteins([tmp_path / "1A8O.cif.gz", tmp_path / "../" / tmp_path.name / "1A8O.template1.cif"])
     assert [path.name for path in same.templates] == [path.name for path in given.templates]
 
     (tmp_path / "1A8O.template0.cif").unlink()
     (tmp_path / "2xyz.template1.cif").unlink()
-    for given in (find([tmp_path]), find([tmp_path / "1A8O.cif.gz"])):
+    for given in (find_proteins([tmp_path]), find_proteins([tmp_path / "1A8O.cif.gz"])):
         assert [one.name for one in given] == ["1A8O"]
         assert [path.name for path in given[0].templates] == ["1A8O.template1.cif", "1A8O.template_2.cif"]
         assert len(given[0].read(2).templates) == 2
@@ -195,5 +195,5 @@ def test_a_folder_finds_templates(whole: Protein, tmp_path) -> None:
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone/query.a3m").write_text(f">query\n{whole.sequence}\n")
     shutil.copy(tmp_path / "1A8O.template1.cif", tmp_path / "alone/query.template.cif")
-    (one,) = find([tmp_path / "alone/query.a3m"])
+    (one,) = find_proteins([tmp_path / "alone/query.a3m"])
     assert one.read(1).templates[0].resolved.any()

@@ -54,24 +54,66 @@ class MSAEmbed(nn.Module):
         return m if self.target is None else m + self.target(sequence)[:, None]
 
 
-class PairEmbed(nn.Module):
-    """Residues i (b i k) and j (b j k), k = token, place in the chain, chain -> (b i j c).
+def clipped_offset(i: Tensor, j: Tensor, reach: int, counts: Tensor) -> Tensor:
+    """The class of i (b i) - j (b j), clipped to ±reach; 2 reach + 1 where it does not count (b i j)."""
+    offset = (i[:, :, None] - j[:, None]).clamp(-reach, reach) + reach
+    return offset.masked_fill(~counts, 2 * reach + 1)
 
-    Embeds both tokens and the offset of i from j along the chain: clipped to ±``reach``, with one more class for two
-    different chains (AF2 algorithms 3 to 5; AF-Multimer, section 7.1).
+
+class ChainOffset(OneHot):
+    """The offset along the chain of residues (b i k) and (b j k), k = place, chain, ... -> (b i j c).
+
+    Clipped to ±``reach``, with one more class for two different chains (AF2 algorithms 4 and 5; AF-Multimer, 7.1).
     """
 
     def __init__(self, dim: int, reach: int):
-        super().__init__()
+        super().__init__(2 * reach + 2, dim)
         self.reach = reach
+
+    def forward(self, i: Tensor, j: Tensor) -> Tensor:  # type: ignore[override]
+        same_chain = i[:, :, None, 1] == j[:, None, :, 1]
+        return super().forward(clipped_offset(i[..., 0], j[..., 0], self.reach, same_chain))
+
+
+class RelativeEncoding(OneHot):
+    """AF3 algorithm 3 of residues (b i k) and (b j k), k = place, chain, entity, copy of the entity -> (b i j c).
+
+    One linear layer on four features, a table here: the offset along the chain; that of tokens within one residue,
+    where a residue is one token; the same entity or not; the offset between copies of an entity.
+    """
+
+    COPIES = 2  # largest offset between copies that is distinguished
+
+    def __init__(self, dim: int, reach: int):
+        super().__init__(2 * (2 * reach + 2) + 1 + 2 * self.COPIES + 2, dim)
+        self.reach = reach
+
+    def forward(self, i: Tensor, j: Tensor) -> Tensor:  # type: ignore[override]
+        (place_i, chain_i, entity_i, copy_i), (place_j, chain_j, entity_j, copy_j) = i.unbind(-1), j.unbind(-1)
+        same_chain, same_entity = chain_i[:, :, None] == chain_j[:, None], entity_i[:, :, None] == entity_j[:, None]
+        same_residue = same_chain & (place_i[:, :, None] == place_j[:, None])
+        offsets = 2 * self.reach + 2
+        residue = clipped_offset(place_i, place_j, self.reach, same_chain)
+        token = offsets + clipped_offset(place_i, place_j, self.reach, same_residue)
+        copy = 2 * offsets + 1 + clipped_offset(copy_i, copy_j, self.COPIES, same_entity)
+        entity = same_entity[..., None] * self.weight[2 * offsets]
+        return super().forward(residue) + super().forward(token) + super().forward(copy) + entity
+
+
+class PairEmbed(nn.Module):
+    """Residues i (b i k) and j (b j k), k = token, then what ``relative`` reads of a residue -> (b i j c).
+
+    Embeds both tokens, and where i is as seen from j (AF2 algorithm 3; AF3 algorithm 1, lines 3 and 4).
+    """
+
+    def __init__(self, dim: int, relative: nn.Module):
+        super().__init__()
         self.left, self.right = OneHot(CLASSES, dim), OneHot(CLASSES, dim)
-        self.relative = OneHot(2 * reach + 2, dim)
+        self.relative = relative
 
     def forward(self, i: Tensor, j: Tensor) -> Tensor:
-        (token_i, place_i, chain_i), (token_j, place_j, chain_j) = i.unbind(-1), j.unbind(-1)
-        offset = (place_i[:, :, None] - place_j[:, None]).clamp(-self.reach, self.reach) + self.reach
-        offset = offset.masked_fill(chain_i[:, :, None] != chain_j[:, None], 2 * self.reach + 1)
-        return self.left(token_i)[:, :, None] + self.right(token_j)[:, None] + self.relative(offset)
+        tokens = self.left(i[..., 0])[:, :, None] + self.right(j[..., 0])[:, None]
+        return tokens + self.relative(i[..., 1:], j[..., 1:])
 
 
 class PairFeature(nn.Module):
@@ -150,13 +192,13 @@ class Heads(nn.Module):
         super().__init__()
         self.token = Linear(c_m, CLASSES, start="zero")
         self.distance = Linear(c_z, bins, start="zero")
-        self.told = CouplingHead(features, bins) if features else None
+        self.couplings = CouplingHead(features, bins) if features else None
         self.both = Sum()
 
     def forward(self, m: Tensor, z: Tensor, feature: Tensor | None = None) -> tuple[Tensor, Tensor]:
         half = self.distance(z)
-        if self.told is not None and feature is not None:
-            half = half + self.told(feature.to(half.dtype))
+        if self.couplings is not None and feature is not None:
+            half = half + self.couplings(feature.to(half.dtype))
         other = half.transpose(1, 2).contiguous()  # a separate tensor, which may be sharded differently than half
         return self.token(m), self.both(half, other)
 
@@ -172,7 +214,7 @@ EMBEDDING = {
 }
 
 
-PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]", "heads.told": "b i j [k] -> b i j [v]"}  # optional
+PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]", "heads.couplings": "b i j [k] -> b i j [v]"}  # optional
 
 
 def check_masks(msa_mask: Tensor | None, mask: Tensor | None) -> None:

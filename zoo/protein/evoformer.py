@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from zoo.layers import expect
 from zoo.protein.alignment_layers import OUTER, ColumnAttention, GlobalColumnAttention, OuterProductMean, RowAttention
-from zoo.protein.embedding import MSAEmbed, Prediction, Recycle, RecycleTarget, Structure, check_widths, protein_inputs
+from zoo.protein.embedding import (
+    ChainOffset,
+    MSAEmbed,
+    Prediction,
+    Recycle,
+    RecycleTarget,
+    Structure,
+    check_widths,
+    protein_inputs,
+)
 from zoo.protein.layers import Linear, PairBias, SharedDropout, Transition, prefixed
 from zoo.protein.pair_layers import PAIR, PairBlock
 from zoo.protein.trunk import Trunk, TrunkConfig
@@ -122,6 +131,7 @@ class Evoformer(Trunk):
                 **(extra if config.extra_depth else {}),
             },
             ["blocks.*.pair"] * (config.depth > 0) + ["extra_blocks.*.pair"] * (config.extra_depth > 0),
+            ChainOffset,
         )
         self.recycle_pair = Recycle(config.c_z, 2)
         self.recycle_target = RecycleTarget(config.c_m, 2)

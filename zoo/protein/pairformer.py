@@ -1,7 +1,7 @@
 """MSA module and Pairformer, the trunk of AlphaFold 3 (Abramson et al. 2024), trained as the Evoformer is.
 
     size   MSA blocks  blocks  c_m  c_z  c_s   parameters
-    af3             4      48   64  128  384   150,634,711
+    af3             4      48   64  128  384   150,644,055
 
 The alignment m (b s r c) is used in the first few blocks only; single residues s (b r c) and pairs z (b i j c) continue
 (algorithms 8 and 17). Masked tokens are predicted from the last alignment; for that, the last block of the MSA module
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.protein.alignment_layers import OUTER, OuterProductMean, PairWeightedAveraging
-from zoo.protein.embedding import CLASSES, Prediction, Recycle, Structure, check_widths
+from zoo.protein.embedding import CLASSES, Prediction, Recycle, RelativeEncoding, Structure, check_widths
 from zoo.protein.layers import OneHot, PairBias, SharedDropout, Transition, prefixed
 from zoo.protein.pair_layers import PAIR, PairBlock, SingleAttention
 from zoo.protein.trunk import Trunk, TrunkConfig
@@ -117,7 +117,8 @@ class Pairformer(Trunk):
     With config.structure -> ``Structure``.
 
     msa and deletions (b s r): tokens and counts; sequence, residue_index, asym_id (b r): tokens of the target, places
-    in their chain, chains. Masks are False for padding: msa_mask (b s r) and mask (b r), both or neither.
+    in their chain, chains; entity_id and sym_id (b r): entities, and which copy of its entity a chain is (without them
+    no chain is a copy). Masks are False for padding: msa_mask (b s r) and mask (b r), both or neither.
     With config.couplings: couplings (b i j k), features of pairs. With config.templates: template_sequence (b n r),
     template_backbone (b n r 3 3), template_beta (b n r 3) and template_seen (b n r 2), as for ``TemplateEmbedder``.
     """
@@ -133,6 +134,7 @@ class Pairformer(Trunk):
                 **prefixed("blocks.*", PAIRFORMER_BLOCK),
             },
             ["msa_blocks.*.pair", "blocks.*.pair"],
+            RelativeEncoding,
         )
         self.single_embed = OneHot(CLASSES, config.c_s)
         self.recycle_pair = Recycle(config.c_z, 3)
@@ -155,12 +157,16 @@ class Pairformer(Trunk):
         template_backbone: Tensor | None = None,
         template_beta: Tensor | None = None,
         template_seen: Tensor | None = None,
+        entity_id: Tensor | None = None,
+        sym_id: Tensor | None = None,
         recycles: int = 0,
     ) -> Prediction | Structure:
         templates, pair_mask = self.check_inputs(
             msa_mask, mask, couplings, template_sequence, template_backbone, template_beta, template_seen
         )
-        residues = torch.stack([sequence, residue_index, asym_id], -1)
+        entity_id = asym_id if entity_id is None else entity_id
+        sym_id = torch.zeros_like(asym_id) if sym_id is None else sym_id
+        residues = torch.stack([sequence, residue_index, asym_id, entity_id, sym_id], -1)
         s = z = None
         for cycle in range(recycles + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == recycles):
@@ -174,3 +180,8 @@ class Pairformer(Trunk):
         assert s is not None
         assert z is not None
         return self.predict(self.heads(m, z, couplings), s, z, mask)
+
+    def example_inputs(self, batch: int = 1, *, rows: int = 5, residues: int = 7) -> dict[str, Tensor]:
+        """Random inputs of the forward, by name, on the default device: the second chain is a copy of the first."""
+        inputs = super().example_inputs(batch, rows=rows, residues=residues)
+        return inputs | {"entity_id": torch.zeros_like(inputs["asym_id"]), "sym_id": inputs["asym_id"].clone()}

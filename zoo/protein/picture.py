@@ -16,7 +16,7 @@ from zoo.pictures import whole_file
 from zoo.protein.distogram import CONTACT, distances
 from zoo.protein.metrics import RANGES, range_of_pairs
 
-__all__ = ["ContactMap", "save_contact_maps", "write_contacts", "write_scores"]
+__all__ = ["ContactMap", "save_contact_maps", "write_contacts", "write_probabilities", "write_scores"]
 
 HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
 PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
@@ -130,6 +130,11 @@ def write_contacts(path: Path, protein: Protein, probability: Tensor, distance: 
     i and j count the residues of all chains from 0; residue numbers are the authors'; distances are means, in Å.
     """
     _write_pairs(path, protein, probability >= least, {"probability": (probability, 4), "distance": (distance, 2)})
+
+
+def write_probabilities(path: Path, protein: Protein, probability: Tensor, least: float) -> None:
+    """Write the pairs with at least probability `least` of contact, as `write_contacts`, without distances."""
+    _write_pairs(path, protein, probability >= least, {"probability": (probability, 4)})
 
 
 def write_scores(path: Path, protein: Protein, score: Tensor) -> None:

@@ -3,6 +3,7 @@
 Letters: `zoo/protein/__init__.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +64,16 @@ class Trunk(nn.Module):
     """The base of both trunks: their inputs, what they do to pairs in each pass, their outputs.
 
     `inputs`: patterns of the model's inputs; `stages`: those of the modules that a trunk adds; `pair_stacks`: paths of
-    its pair blocks, which have other layouts under dynamic axial parallelism (``dap``).
+    its pair blocks, which have other layouts under dynamic axial parallelism (``dap``); `relative`: the encoding of
+    where a residue is as seen from another, made from channels and reach.
     """
 
     recycle_pair: Recycle  # each trunk makes it
 
-    def __init__(self, config: Any, inputs: str, stages: dict[str, str], pair_stacks: list[str]):
+    def __init__(
+        self, config: Any, inputs: str, stages: dict[str, str], pair_stacks: list[str],
+        relative: Callable[[int, int], nn.Module],
+    ):  # fmt: skip
         super().__init__()
         self.config = config
         self.cores, self.tensor_parallel = dict[str, str](), dict[str, str]()
@@ -85,7 +90,7 @@ class Trunk(nn.Module):
         self.dap = self.stages | {k: v for stack in pair_stacks for k, v in prefixed(stack, DAP).items()}
 
         self.msa_embed = MSAEmbed(config.c_m)
-        self.pair_embed = PairEmbed(config.c_z, config.reach)
+        self.pair_embed = PairEmbed(config.c_z, relative(config.c_z, config.reach))
         self.pair_feature = PairFeature(config.couplings, config.c_z) if config.couplings else None
         self.templates = None
         if config.templates:

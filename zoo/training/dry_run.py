@@ -1,6 +1,7 @@
 """`dry_run=true`: the plan, memory, bytes and seconds a rank, for any mesh, in one process that allocates nothing."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -37,8 +38,11 @@ def dry_run(config: Config) -> None:
     world = dp * (parallel.sp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // dp))
     replicate, shard, sp = mesh_shape(parallel, world)
     task, hardware = create_task(config), known_hardware(config)
+    announce("building the model without weights")
     model, objective, _ = without_weights(config, task)
+    announce(f"planning a step over {number_of(sp, 'rank')}")
     plan = make_plan(config, task, objective, sp, route=foreseen_route(config, hardware))
+    announce("tracing a step for what backward keeps")
     memory, words = Memory(config, task, model), task.describe()
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch}{words and f' x {words}'}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
@@ -66,7 +70,13 @@ def dry_run(config: Config) -> None:
             f"{hardware.links}: shares of computing, of sequence parallelism's communication, and of the weights' that "
             "computing does not hide"
         )
+        announce("planning a step by every method on every mesh")
         print(steps_on(hardware, config, task, objective, memory).table(dp, sp, replicate))
+
+
+def announce(work: str) -> None:
+    """Print what is begun, which may take a minute for a large model, beside the results."""
+    print(f"{work} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -32,13 +32,13 @@ NAMES = "names.json"
 
 
 def names_of(directory: Path) -> dict[str, list[str]]:
-    """The names of the samples that the run in `directory` had, by set; {} if they had none."""
+    """The names of the samples that the run in `directory` had, by set, and of their chains; {} if they had none."""
     path = directory / NAMES
     if not path.exists():
         return {}
     try:
         found = read_json(path, 1 << 30, each=2)
-        return {which: [*map(str, found[which])] for which in ("train", "validation")}
+        return {which: [*map(str, found[which])] for which in dict.fromkeys(("train", "validation", *found))}
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path}: expected the lists train and validation, got {one_line(error)}") from error
 

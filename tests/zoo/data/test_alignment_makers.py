@@ -15,7 +15,7 @@ from tests.support.refusals import refused
 from zoo.data.protein.alignment import read_alignment
 from zoo.data.protein.complexes import as_a3m
 from zoo.data.protein.folder import ProteinFolder
-from zoo.data.protein.given import find, from_alignments
+from zoo.data.protein.inputs import find_proteins, from_alignments
 from zoo.data.protein.record import GAP, LETTERS, Protein
 
 A, B = "MDIRQGPKEPFRDYVDRFYK", "TLRAEQASQEVK"
@@ -30,7 +30,7 @@ def written(folder: Path, text: str | bytes, name: str = "q.a3m") -> Path:
 
 def protein(folder: Path, text: str, name: str = "q.a3m") -> Protein:
     """The one protein of a file."""
-    (given,) = find([written(folder, text, name)])
+    (given,) = find_proteins([written(folder, text, name)])
     return given.read()
 
 

@@ -298,6 +298,24 @@ def test_a_folder_reloads_evicted_proteins_and_pickles_without_them(proteins, mo
     np.testing.assert_array_equal(there.protein(1).positions, first[1].positions)
 
 
+def test_proteins_with_a_chain_in_common_are_on_one_side_of_a_split(tmp_path, caplog):
+    """A copy of a training protein under another name would count as held out."""
+    original = (STRUCTURES / "1A8O.cif.gz").read_bytes()
+    others = [path for path in sorted(STRUCTURES.glob("*.cif.gz")) if path.name != "1A8O.cif.gz"][:2]
+    for name in ("aa", "good", "zz", "copy"):
+        (tmp_path / f"{name}.cif.gz").write_bytes(original)
+    assert [len(part) for part in ProteinFolder(tmp_path).split(0.25)] == [4, 4]
+    assert "4 proteins that share chains: validation uses it too" in caplog.text
+    for path in others:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for share in (0.2, 0.4, 0.7):
+        train, held_out = ProteinFolder(tmp_path).split(share)
+        assert not set(train.chains()) & set(held_out.chains())
+        assert sorted([*train.names, *held_out.names]) == ProteinFolder(tmp_path).names
+        assert train.names
+        assert held_out.names
+
+
 def test_a_folder_is_split_by_name(proteins, tmp_path_factory, caplog):
     data = ProteinFolder(proteins)
     train, validation = data.split(0.34)

@@ -14,7 +14,7 @@ from Bio.PDB.MMCIF2Dict import MMCIF2Dict
 
 from tests.support.paths import STRUCTURES
 from tests.support.refusals import refused
-from zoo.data.protein import folder, structure
+from zoo.data.protein import folder, mmcif
 from zoo.data.protein.alignment import read_alignment, species_of
 from zoo.data.protein.record import ATOMS, LETTERS, encode
 from zoo.data.protein.structure import read_structure
@@ -409,7 +409,8 @@ def test_fasta_and_stockholm_leave_out_what_the_query_has_not(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.a3m", "", "it has no rows"),
+        ("a.a3m", "", "it is empty"),
+        ("a.a3m", "\n<!DOCTYPE html>\n<html><head><title>404</title></head></html>\n", "it is an HTML page"),
         ("a.a3m", ">query\n\n", r"its first row \(query\) is empty"),
         ("a.a3m", "MKV\nMKV\n", "it has no rows|not a FASTA file"),
         ("a.a3m", ">q\nMKV\n>r\nMK\n", r"row 2 \(r\) has 2 columns, the first row 3: not an alignment"),
@@ -468,7 +469,7 @@ def test_unread_tables_take_no_memory(tmp_path):
     """Unread tables of an mmCIF take no memory, and repeated ones are held once."""
     text = read("1A8O.cif.gz")
     (tmp_path / "large.cif").write_text(text + "loop_\n_x.a\n_x.b\n" + "123456 abcdefgh\n" * 20_000)
-    table = structure._Table(io.StringIO((tmp_path / "large.cif").read_text()))
+    table = mmcif._Table(io.StringIO((tmp_path / "large.cif").read_text()))
     assert (len(table["_x.a"]), list(table["_x.a"])) == (20_000, [])
     types = table["_atom_site.label_comp_id"]
     assert len({id(value) for value in types}) == len(set(types))

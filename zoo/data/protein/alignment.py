@@ -23,9 +23,9 @@ from Bio.Align import PairwiseAligner
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 
 from zoo.data.protein.record import GAP, LETTERS, encode
-from zoo.files import MAX_BYTES, read_text
+from zoo.files import MAX_BYTES, read_text, refuse_page
 
-__all__ = ["SUFFIXES", "Alignment", "describe_difference", "read_alignment", "species_of"]
+__all__ = ["SUFFIXES", "Alignment", "describe_difference", "parse_fasta", "read_alignment", "species_of"]
 
 MOST_PARTS = 10_000  # most parts of a row in a Stockholm file
 SUFFIXES = (".a3m", ".fasta", ".fa", ".afa", ".fas", ".sto", ".stockholm", ".sth")
@@ -80,6 +80,7 @@ def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, 
     try:
         if suffix not in SUFFIXES:
             raise ValueError(f"not an alignment by its name; expected one of {', '.join(SUFFIXES)}")
+        refuse_page(text)
         blocks = [_block(block, suffix, max_rows) for block in text.split("\0") if block.strip() or block == text]
         same: dict[bytes, list[Block]] = {}  # by query
         for block in blocks or [_block("", suffix, max_rows)]:
@@ -98,7 +99,7 @@ class Block(NamedTuple):
 
 
 def _block(text: str, suffix: str, max_rows: int) -> Block:
-    names, rows = _stockholm(text) if suffix.startswith(".st") else _fasta(text)
+    names, rows = _stockholm(text) if suffix.startswith(".st") else parse_fasta(text)
     if not rows:
         raise ValueError("it has no rows")
     if len(rows) > max_rows:
@@ -170,7 +171,8 @@ def _complex(blocks: Sequence[Block], head: tuple[tuple[int, ...], tuple[int, ..
     return Alignment(names, msa, deletions, source, lengths, copies)
 
 
-def _fasta(text: str) -> tuple[list[str], list[str]]:
+def parse_fasta(text: str) -> tuple[list[str], list[str]]:
+    """The names and the rows of a FASTA text. A ValueError if it is none."""
     try:
         records = list(SimpleFastaParser(StringIO(text)))
     except ValueError as error:

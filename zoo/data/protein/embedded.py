@@ -45,6 +45,10 @@ class EmbeddedProteins:
         """Structure `index`; its alignment has only its own sequence."""
         return _protein(self.places[index])
 
+    def chains(self) -> list[str]:
+        """The sequences of all chains."""
+        return [sequence for i in range(len(self)) for sequence in self.protein(i).chain_sequences()]
+
 
 def sources() -> dict[str, str]:
     """The source of each structure: its package and file."""

@@ -129,12 +129,17 @@ class Example:
         }
 
     def single(self) -> dict[str, Tensor]:
-        """The features of each residue: `sequence`, `residue_index`, `asym_id` [r] int64 and `mask` [r] bool."""
+        """The features of each residue [r], int64, and `mask`, bool: `sequence`, `residue_index`, `asym_id`.
+
+        `entity_id`, and `sym_id`, which copy of its entity the chain is, are for models that read them.
+        """
         protein, missing = self.protein, self.residues - len(self.protein)
         values = {
             "sequence": (torch.from_numpy(protein.msa[0].astype(np.int64)), UNKNOWN),
             "residue_index": (torch.from_numpy(protein.residue_index), 0),
             "asym_id": (torch.from_numpy(protein.asym_id), 0),
+            "entity_id": (torch.from_numpy(protein.entity_id), 0),
+            "sym_id": (torch.from_numpy(protein.copies()), 0),
             "mask": (torch.ones(len(protein), dtype=torch.bool), False),
         }
         return {name: F.pad(value, (0, missing), value=fill) for name, (value, fill) in values.items()}

@@ -8,6 +8,7 @@ the extra `protein`.
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -66,6 +67,10 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{count} of {options.families} families", flush=True)
 
     def work() -> Iterator[str]:
+        notes, zoo = logging.StreamHandler(sys.stdout), logging.getLogger("zoo")
+        zoo.addHandler(notes)
+        zoo.setLevel(logging.INFO)
+        print(f"drawing {ROWS} sequences for each family, 64 families at a time: a minute or two", flush=True)
         user_error(write_families, options.dir, options.families, on_family=say)
         yield f"{options.families} structures, and the alignment of each, to {options.dir}"
 

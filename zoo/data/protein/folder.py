@@ -111,6 +111,7 @@ class Files:
     structure: Path
     alignments: list[Path] = field(default_factory=list)
     templates: list[Path] = field(default_factory=list)
+    chains: list[str] = field(default_factory=list)  # their sequences, once the structure was read
 
     def paths(self) -> list[Path]:
         return [self.structure, *self.alignments, *self.templates]
@@ -160,22 +161,73 @@ class ProteinFolder:
         self._read.move_to_end(name)
         return self._read[name]
 
+    def chains(self) -> list[str]:
+        """The sequences of all chains."""
+        return [sequence for name in self.names for sequence in self.proteins[name].chains]
+
     def split(self, validation: float = 0.1) -> tuple["ProteinFolder", "ProteinFolder"]:
         """Split the folder into `(train, validation)`: a share `validation` of the proteins, at least one, is held out.
 
-        The choice depends only on the names. A folder of one protein is used for both.
+        Proteins with a chain in common are on the same side, whatever their files are called. Beyond that the choice
+        depends only on the names. A folder of one protein, or of proteins that are all linked so, is used for both.
         """
         train, held_out = copy(self), copy(self)
-        if len(self) == 1:
-            log.warning("%s holds a single protein: validation uses it too", self.root)
+        groups = self._linked()
+        if len(groups) == 1:
+            several = f"{len(self)} proteins that share chains" if len(self) > 1 else "a single protein"
+            log.warning("%s holds %s: validation uses it too", self.root, several)
             return train, held_out
         count = min(max(1, round(validation * len(self))), len(self) - 1)
-        chosen = set(sorted(self.names, key=lambda name: hash_seed(name))[:count])
+        chosen: set[str] = set()
+        for group in sorted(groups, key=lambda group: hash_seed(group[0])):
+            if len(chosen) + len(group) <= count:
+                chosen.update(group)
+        chosen = chosen or set(sorted(groups, key=len)[0])
         train.names = [name for name in self.names if name not in chosen]
         held_out.names = [name for name in self.names if name in chosen]
         return train, held_out
 
+    def _linked(self) -> list[list[str]]:
+        """The names of the proteins in groups: those with a chain in common, directly or by others between them."""
+        group_of: dict[str, list[str]] = {}  # by sequence
+        groups: dict[str, list[str]] = {}  # by name
+        for name in self.names:
+            chains = self.proteins[name].chains
+            joined = list({id(group_of[c]): group_of[c] for c in chains if c in group_of}.values())
+            group = sorted([name, *(other for each in joined for other in each)])
+            groups |= dict.fromkeys(group, group)
+            group_of |= {chain: group for other in group for chain in self.proteins[other].chains}
+        return list({id(group): group for group in groups.values()}.values())
+
     def _scan(self) -> None:
+        files = self._files()
+        for name, of in counted(files.items(), len(files), "reading structures", log):
+            bad: dict[Path, str] = {}
+            try:
+                protein = read_protein(of.structure, of.alignments, bad.__setitem__, of.templates, self.templates)
+            except Exception as error:  # parsers may raise any kind: one bad file must not end a run
+                self._skip(of.structure, reason(error))
+                continue
+            for path, why in bad.items():
+                self._skip(path, why)
+            alignments, templates = (
+                [path for path in paths if path not in bad] for paths in (of.alignments, of.templates)
+            )
+            self.proteins[name] = Files(of.structure, alignments, templates, protein.chain_sequences())
+            if len(self._read) < _KEPT:
+                self._read[name] = protein
+        alone = sum(not of.alignments for of in self.proteins.values())
+        log.info(
+            "%d proteins in %s, %d without an alignment, %d skipped", len(self.proteins), self.root, alone,
+            len(self.skipped),
+        )  # fmt: skip
+        if not self.proteins:
+            raise ValueError(
+                f"none of the {len(files)} structures in {self.root} can be used; the first: {self.skipped[0][1]}"
+            )
+
+    def _files(self) -> dict[str, Files]:
+        """The files of each protein, by its name; those that belong to none are skipped."""
         paths = sorted(path for path in self.root.iterdir() if path.is_file() and not path.name.startswith("."))
         every = [path for path in paths if kind(path) == "structure"]
         structures = [path for path in every if template_owner(stem(path)) is None]
@@ -183,11 +235,8 @@ class ProteinFolder:
             raise ValueError(f"no structures in {self.root} (looked for {', '.join(structure.SUFFIXES)}, plain or .gz)")
         files: dict[str, Files] = {}
         for path in structures:
-            name = stem(path)
-            if name in files:
-                self._skip(path, f"{files[name].structure.name}, of the same name, is used instead")
-            else:
-                files[name] = Files(path)
+            if (same := files.setdefault(stem(path), Files(path)).structure) != path:
+                self._skip(path, f"{same.name}, of the same name, is used instead")
         for path in every:
             if (whose := template_owner(stem(path))) in files:
                 files[whose].templates.append(path)
@@ -200,30 +249,7 @@ class ProteinFolder:
                     files[whose].alignments.append(path)
                 else:
                     self._skip(path, "its name begins with the name of no structure")
-        for name, of in counted(files.items(), len(files), "reading structures", log):
-            bad: dict[Path, str] = {}
-            try:
-                read = read_protein(of.structure, of.alignments, bad.__setitem__, of.templates, self.templates)
-            except Exception as error:  # parsers may raise any kind: one bad file must not end a run
-                self._skip(of.structure, reason(error))
-                continue
-            for one, why in bad.items():
-                self._skip(one, why)
-            of.alignments, of.templates = (
-                [one for one in all_ if one not in bad] for all_ in (of.alignments, of.templates)
-            )
-            self.proteins[name] = of
-            if len(self._read) < _KEPT:
-                self._read[name] = read
-        alone = sum(not of.alignments for of in self.proteins.values())
-        log.info(
-            "%d proteins in %s, %d without an alignment, %d skipped", len(self.proteins), self.root, alone,
-            len(self.skipped),
-        )  # fmt: skip
-        if not self.proteins:
-            raise ValueError(
-                f"none of the {len(structures)} structures in {self.root} can be used; the first: {self.skipped[0][1]}"
-            )
+        return files
 
     def _skip(self, path: Path, reason: str) -> None:
         reason = " ".join(reason.split())[:500]

@@ -3,11 +3,12 @@
 Letters: r residues of all chains together, s rows of the alignment, a atoms of a residue (ATOMS).
 """
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["ATOMS", "GAP", "LETTERS", "MASK", "UNKNOWN", "Protein", "Template", "encode"]
+__all__ = ["ATOMS", "GAP", "LETTERS", "MASK", "UNKNOWN", "Protein", "Template", "digest", "encode"]
 
 LETTERS = "ARNDCQEGHILKMFPSTWYVX-#"  # the 23 classes of AlphaFold 2: amino acids, unknown, gap, masked
 UNKNOWN, GAP, MASK = 20, 21, 22
@@ -25,6 +26,11 @@ def encode(sequence: str | bytes) -> np.ndarray:
     """The class of every character [n], uint8; 255 if it is neither a capital letter nor a gap."""
     raw = sequence if isinstance(sequence, bytes) else sequence.encode("latin-1", "replace")
     return _CODES[np.frombuffer(raw, np.uint8)]
+
+
+def digest(sequence: str) -> str:
+    """A short name of a sequence; different ones have different names but for one pair in 2^64."""
+    return hashlib.sha256(sequence.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +73,19 @@ class Protein:
 
     def __len__(self) -> int:
         return len(self.sequence)
+
+    def chain_sequences(self) -> list[str]:
+        """The sequence of each chain."""
+        letters = np.array(list(self.sequence))
+        return ["".join(letters[self.asym_id == chain]) for chain in range(len(self.chains))]
+
+    def copies(self) -> np.ndarray:
+        """Which copy of its entity the chain of each residue is [r], from 0 in the order of chains."""
+        copies = np.zeros(len(self), np.int64)
+        for entity in np.unique(self.entity_id):
+            residues = self.entity_id == entity
+            copies[residues] = np.unique(self.asym_id[residues], return_inverse=True)[1]
+        return copies
 
     def take(self, residues: np.ndarray) -> "Protein":
         """Only the given residues, in their order; `asym_id` and `residue_index` are unchanged."""

@@ -17,6 +17,7 @@ inserted. Only the geometry of contacts is common to all.
 Letters: f families, s rows, r residues, k properties.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ import torch
 from Bio.SeqUtils.ProtParamData import kd as HYDROPATHY
 from torch import Tensor
 
+from zoo.data.progress import counted
 from zoo.data.protein.embedded import EmbeddedProteins, sources
 from zoo.data.protein.example import crop_contiguous
 from zoo.data.protein.record import ATOMS, GAP, LETTERS, Protein
@@ -32,6 +34,8 @@ from zoo.data.sampling import generator
 from zoo.protein.distogram import CONTACT, distances
 
 __all__ = ["PottsFamilies", "gibbs"]
+
+log = logging.getLogger(__name__)
 
 # volumes in Å³ (Zamyatnin 1972), in the order of LETTERS
 VOLUME = [
@@ -64,7 +68,7 @@ def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor, start: 
     letters = torch.zeros(f, r, s, dtype=torch.long) if start is None else start.transpose(1, 2).contiguous()
     signs = torch.tensor(SIGNS)
     held = torch.zeros(f, r, s * u.shape[1]) if start is None else u[letters].flatten(2)  # the letters' properties
-    for sweep in range(sweeps):
+    for sweep in counted(range(sweeps), sweeps, "drawing alignments, sweeps", log):
         for i in range(r):
             around = torch.bmm(couplings[:, i : i + 1], held).view(f, s, -1)
             logits = fields[:, i, None] + (around * signs) @ u.T

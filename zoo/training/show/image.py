@@ -56,7 +56,7 @@ class Show(task.Show):
         return {}
 
     def baselines(self, objective: Any) -> list[Baseline]:
-        if not self.config.eval.floors:
+        if not self.config.eval.baselines:
             return []
         train = torch.stack([self.task.train.image(i)[0] for i in range(len(self.task.train))])
         judged = torch.stack([self.task.validation.image(i)[0] for i in self.task.judged()])

@@ -38,7 +38,7 @@ class Objective:
 class Eval:
     every: int = option(500, "steps between validations; 0 for none", least=0)
     images: int = option(96, "validation images, the same at every validation", least=1)
-    floors: bool = option(False, "also report histograms fitted to the data, as a baseline")
+    baselines: bool = option(False, "also report histograms fitted to the data, as a baseline")
 
 
 @dataclass

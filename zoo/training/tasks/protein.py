@@ -3,13 +3,12 @@
 Every batch is a pure function of the step. A rank makes its own rows of the alignment, and its own rows i of the pairs.
 Letters: b samples, s rows of the alignment, t rows of the extra one, r residues, i j residues of a pair.
 """
-# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import Example, draw
 from zoo.data.protein.folder import ProteinFolder
-from zoo.data.protein.record import Protein
+from zoo.data.protein.record import Protein, digest
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import generator
 from zoo.protein.coevolution import coupling_feature
@@ -28,98 +27,13 @@ from zoo.protein.prediction import Predictor
 from zoo.protein.structure import frames_of
 from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank
-from zoo.training.sections import option
 from zoo.training.task import Inputs
+from zoo.training.tasks.protein_options import DATA, Data, Embedded, Eval, Objective, Sample, Synthetic
 
 _COUPLINGS_KEPT = 1024  # proteins whose couplings are kept
 
 
-@dataclass
-class Proteins:
-    """The options that all sets of proteins have."""
-
-    name: str = option("", "the data set")
-    residues: int = option(128, "residues of a crop", least=8)
-    rows: int = option(128, "alignment rows in a sample", least=1)
-    extra_rows: int = option(0, "additional rows for a model with an extra alignment", least=0)
-    masked: float = option(0.15, "share of the letters that are masked", least=0.01, most=1)
-    couplings: bool = option(False, "give the model the direct couplings of each pair, from the whole alignment")
-    around: int = option(
-        0, "also those of neighbouring pairs, up to this many residues away along both chains", least=0
-    )
-
-
-@dataclass
-class Synthetic(Proteins):
-    name: str = option("protein_synthetic", "alignments drawn from Potts models on the contacts of real structures")
-    residues: int = option(48, "residues of a family", least=8)
-    rows: int = option(32, "alignment rows in a sample", least=1)
-    families: int = option(512, "families for training", least=1)
-    depth: int = option(64, "alignment rows drawn for each family", least=1)
-    coupling: float = option(0.2, "strength of the couplings between residues in contact", least=0)
-    kinds: bool = option(False, "vary the families: laws, strengths, depths, relatives, gaps, insertions")
-    without: list[str] = option([], "structures to leave out, such as relatives of the test proteins")
-
-
-@dataclass
-class Embedded(Proteins):
-    name: str = option("protein_embedded", "68 real structures that come with the package, each with only its sequence")
-    rows: int = option(1, "alignment rows; there is one", least=1)
-    crop: str = option("contiguous", "how long proteins are cropped", choices=("contiguous", "spatial"))
-    templates: int = option(
-        0, "templates for a model that reads them; there are none, nothing of them is seen", least=0
-    )
-
-
-@dataclass
-class Folder(Proteins):
-    name: str = option("protein_folder", "structures (mmCIF, PDB) and alignments (A3M, FASTA, Stockholm) in one folder")
-    path: str | None = option(None, "the folder; required", file=True)
-    residues: int = option(256, "residues of a crop", least=8)
-    crop: str = option("contiguous", "how long proteins are cropped", choices=("contiguous", "spatial"))
-    validation: float = option(0.1, "share of the proteins held out for validation", least=0, most=1)
-    templates: int = option(
-        0, "templates of each protein for a model that reads them: structures NAME.template*.cif", least=0
-    )
-
-
-class Data(task.Data, Protocol):
-    """A section of the configuration that names proteins."""
-
-    residues: Annotated[int, "residues of a crop, an option"]
-    rows: Annotated[int, "rows of the alignment that a sample has, an option"]
-    extra_rows: Annotated[int, "further rows, for a model with an extra alignment, an option"]
-    masked: Annotated[float | int, "share of the letters to be guessed, an option"]
-    couplings: Annotated[bool, "whether the model is told direct couplings of each pair, an option"]
-    around: Annotated[int, "and of the pairs so many residues around it, an option"]
-
-
-DATA: dict[str, type] = {"protein_synthetic": Synthetic, "protein_embedded": Embedded, "protein_folder": Folder}
-
-
-@dataclass
-class Objective:
-    name: str = option(
-        "alphafold", "loss: masked letters (weight 2) and distances (weight 0.3)", choices=("alphafold",)
-    )
-    contacts: float = option(0.0, "weight of a contact loss, on pairs at least 12 residues apart", least=0)
-    recycles: int = option(0, "maximum number of recycling passes; each step draws a number up to it", least=0)
-
-
-@dataclass
-class Eval:
-    every: int = option(500, "steps between validations; 0 for none", least=0)
-    proteins: int = option(16, "validation samples, the same at every validation", least=1)
-    floors: bool = option(
-        False, "also report baselines without a model: frequencies, mutual information, direct couplings"
-    )
-
-
-@dataclass
-class Sample:
-    every: int = option(0, "steps between predictions whose contacts are scored and drawn; 0: none", least=0)
-    proteins: int = option(16, "held-out proteins to predict, the same every time", least=1)
-    drawn: int = option(3, "proteins in the picture: those with most contacts", least=1)
+__all__ = ["DATA", "Data", "Eval", "Objective", "Sample", "Task"]
 
 
 class Dataset(Protocol):
@@ -155,7 +69,9 @@ class Task(task.Task):
 
     def names(self) -> dict[str, list[str]]:
         sets = {"train": self.train, "validation": self.validation}
-        return {which: of.names for which, of in sets.items() if isinstance(of, ProteinFolder | EmbeddedProteins)}
+        sets = {which: of for which, of in sets.items() if isinstance(of, ProteinFolder | EmbeddedProteins)}
+        names = {which: of.names for which, of in sets.items()}
+        return names | {f"{which}_chains": sorted(set(map(digest, of.chains()))) for which, of in sets.items()}
 
     # ------------------------------------------------------------------------------------------------ model, objective
 
@@ -204,6 +120,7 @@ class Task(task.Task):
             "residue_index": whole(b, r), "asym_id": whole(b, r), "mask": seen(b, r),
             "recycles": self.config.objective.recycles - bucket,
         }  # fmt: skip
+        inputs |= {name: whole(b, r) for name in ("entity_id", "sym_id") if name in self.inputs}
         if self.features:
             inputs["couplings"] = torch.zeros(b, r, r, self.features)
         if n := self.templates:
@@ -251,13 +168,13 @@ class Task(task.Task):
 
     def draw(self, data: Dataset, split: str, seed: int, epoch: int, index: int) -> Example:
         options = self.config.data
-        protein = self.told(data.protein(index), (split, index))
+        protein = self.with_couplings(data.protein(index), (split, index))
         return draw(
             protein, split, seed, epoch, index, **self.shape, share=options.masked,
             spatial=getattr(options, "crop", "") == "spatial",
         )  # fmt: skip
 
-    def told(self, protein: Protein, known_as: Hashable) -> Protein:
+    def with_couplings(self, protein: Protein, known_as: Hashable) -> Protein:
         """The protein with the couplings of its pairs, if the model takes them; computed once for each name."""
         if not self.config.data.couplings or protein.couplings is not None:
             return protein
@@ -276,11 +193,11 @@ class Task(task.Task):
 
         def divided(what: str, of: Callable[[Example, range], dict[str, Tensor]]) -> dict[str, Tensor]:
             length = self.shape[what]
-            found = stacked(lambda example: of(example, self.here(length)))
+            local = stacked(lambda example: of(example, self.here(length)))
             for name, sums in counted.items():
-                if name in found:
-                    found[name] /= sums[:, None, None]
-            return {name: self.part(name, x, length) for name, x in found.items()}
+                if name in local:
+                    local[name] /= sums[:, None, None]
+            return {name: self.part(name, x, length) for name, x in local.items()}
 
         # the weights of a sample sum to one: all samples count the same, however they are grouped into batches
         seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
@@ -289,7 +206,8 @@ class Task(task.Task):
         inputs: Inputs = {**divided("rows", Example.alignment), **divided("residues", Example.pairs)}
         if self.features:
             inputs |= divided("residues", partial(Example.couplings, around=self.config.data.around))
-        inputs |= {**stacked(Example.single), "recycles": recycles}
+        single = stacked(Example.single)
+        inputs |= {name: x for name, x in single.items() if name in self.inputs} | {"recycles": recycles}
         if self.templates:
             inputs |= stacked(Example.relatives)
         if self.folds:
