@@ -98,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "a predicted clip is taken for a velocity",
-        "zoo/video/diffusion.py",
+        "zoo/video/sampling.py",
         "velocity = (output - x) / levels[i] if predicts_clean else flow_sign(model) * output",
         "velocity = flow_sign(model) * output",
         "zoo/test_diffusion::test_a_predicted_clip_is_a_velocity_too",
@@ -308,7 +308,7 @@ FAULTS = [
     ),
     Fault(
         "the posterior of a diffusion has a wrong weight",
-        "zoo/video/diffusion.py",
+        "zoo/video/noise.py",
         '"posterior_x0": beta * previous.sqrt() / (1 - abar),',
         '"posterior_x0": beta * abar.sqrt() / (1 - abar),',
         "zoo/test_diffusion",

@@ -134,8 +134,8 @@ class LowRankAttention(nn.Module):
             )
 
         def weighed(x: Tensor, weight: Tensor) -> Tensor:
-            own = weight[:, start : start + x.shape[1]].expand(len(x), -1, -1)
-            return torch.bmm(own, x.flatten(2)).unflatten(2, x.shape[2:])
+            columns = weight[:, start : start + x.shape[1]].expand(len(x), -1, -1)
+            return torch.bmm(columns, x.flatten(2)).unflatten(2, x.shape[2:])
 
         return weighed(k, self.of_keys), weighed(v, self.of_values)
 

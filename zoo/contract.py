@@ -66,9 +66,10 @@ def check(model: Any) -> Model:
 def members(contract: type) -> dict[str, str]:
     """The members of a protocol with their descriptions: an attribute's annotation, a method's docstring."""
     hints = get_type_hints(contract, include_extras=True)
-    methods = {name: found for name, found in vars(contract).items() if isinstance(found, FunctionType)}
-    own = {name: getdoc(method) or "" for name, method in methods.items() if name in ("__len__", name.lstrip("_"))}
-    return {name: hint.__metadata__[0] for name, hint in hints.items()} | own
+    methods = {name: value for name, value in vars(contract).items() if isinstance(value, FunctionType)}
+    public = {name: method for name, method in methods.items() if name in ("__len__", name.lstrip("_"))}
+    described = {name: getdoc(method) or "" for name, method in public.items()}
+    return {name: hint.__metadata__[0] for name, hint in hints.items()} | described
 
 
 def lacks(value: Any, contract: type) -> list[str]:

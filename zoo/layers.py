@@ -327,8 +327,8 @@ class FinalLinear(nn.Module):
         dims = x.ndim - 2
         x = modulate(norm(x), *split_modulation(self.modulation(cond), dims=dims))
         if x_mask is not None:
-            again = modulate(norm(x), *split_modulation(self.modulation(clean), dims=dims))
-            x = torch.where(x_mask[:, :, None, None], x, again)
+            conditioned = modulate(norm(x), *split_modulation(self.modulation(clean), dims=dims))
+            x = torch.where(x_mask[:, :, None, None], x, conditioned)
         return self.linear(x)
 
 
@@ -345,12 +345,12 @@ def unpatchify(x: Tensor, patch: tuple[int, ...], size: tuple[int, int]) -> Tens
 
 def tensor_parallel(model: nn.Module, *stacks: str) -> dict[str, str]:
     """The linear layers in ``stacks`` of a model that may be sharded over ranks: path (`*`: any number) -> how."""
-    found = {}
+    cuts = {}
     for stack in stacks:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
             for name, how in getattr(module, "tensor_parallel", {}).items():
-                found[re.sub(r"\.\d+(?=\.|$)", ".*", f"{path}.{name}")] = how
-    return found
+                cuts[re.sub(r"\.\d+(?=\.|$)", ".*", f"{path}.{name}")] = how
+    return cuts
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: It
     Raises ValueError with the names that are missing, unknown, or of another shape.
     """
     ours = model.state_dict()
-    theirs = {name: [found] if isinstance(found := names(name), str) else found for name in ours}
+    theirs = {name: [named] if isinstance(named := names(name), str) else named for name in ours}
     known, given = {name for group in theirs.values() for name in group}, set(state) - set(ignore)
     problems = [f"missing: {_few(known - given)}"] if known - given else []
     problems += [f"unknown: {_few(given - known)}"] if given - known else []
@@ -60,7 +60,7 @@ def give(model: nn.Module, theirs: nn.Module, names: Names) -> None:
     """Copy a model's weights into one that has them under other names, in place: the reverse of ``load``."""
     state = theirs.state_dict()
     for name, value in model.state_dict().items():
-        sources = [found] if isinstance(found := names(name), str) else found
+        sources = [named] if isinstance(named := names(name), str) else named
         state |= {n: part.reshape(state[n].shape) for n, part in zip(sources, value.chunk(len(sources)))}
     theirs.load_state_dict(state)
 
@@ -95,7 +95,7 @@ def count(state: Mapping[str, Tensor], pattern: str) -> int:
     """The number of layers in a state dict: ``count(state, "blocks.{}.")`` counts the numbers in the braces' place."""
     before, after = pattern.split("{}")
     rest = (name.removeprefix(before) for name in state if name.startswith(before))
-    return len({number for number, found, _ in (name.partition(after) for name in rest) if found and number.isdigit()})
+    return len({number for number, dot, _ in (name.partition(after) for name in rest) if dot and number.isdigit()})
 
 
 def read_safetensors(path: str | Path, variant: str | None = None) -> dict[str, Tensor]:

@@ -133,7 +133,7 @@ def from_export(folder: str | Path) -> nn.Module:
     """Build the model of an export, `model.safetensors` and the zoo's `config.json`, with its weights.
 
     The model's `objective` has the settings of the objective that it was trained with. `predicts_clean` is True if the
-    model was trained to predict clips themselves; `zoo.video.diffusion.euler` reads it.
+    model was trained to predict clips themselves; `zoo.video.sampling.euler` reads it.
 
     Raises ValueError for any other folder.
     """

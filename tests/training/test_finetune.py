@@ -26,7 +26,7 @@ from zoo.training import UserError, export, initial
 from zoo.training import config as cfg
 from zoo.training.lora import plain_name
 from zoo.video import hunyuan_weights, latte_weights, tiny_encoders
-from zoo.video.diffusion import euler
+from zoo.video.sampling import euler
 from zoo.video.stdit_weights import open_sora_names
 
 SHORT = ["sample.every=0", "eval.every=0", "train.steps=2"]

@@ -254,7 +254,7 @@ def test_guidance_is_the_formula_by_hand(run, data):
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value, msg=name)
     made = infer.show.draw(model, clips, 3, 1, 3.0, torch.device("cpu"), lambda *_: None)
-    from zoo.video.diffusion import seeded_noise
+    from zoo.video.noise import seeded_noise
 
     noise = seeded_noise(3, 0, [0], range(5), (4, 4, 6))
     with torch.no_grad():

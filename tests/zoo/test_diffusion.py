@@ -9,17 +9,10 @@ from torch import Tensor, nn
 import zoo
 from tests.support.cases import build
 from tests.support.refusals import refused
-from zoo.video.diffusion import (
-    IDDPM,
-    RectifiedFlow,
-    ddim,
-    euler,
-    linear_schedule,
-    seeded_noise,
-    seeded_uniform,
-    shift_at,
-)
+from zoo.video.diffusion import IDDPM, RectifiedFlow
 from zoo.video.linear_denoiser import fit_linear_denoiser, linear_denoiser_loss
+from zoo.video.noise import linear_schedule, seeded_noise, seeded_uniform, shift_at
+from zoo.video.sampling import ddim, euler
 
 SHAPE = (2, 3, 4, 5, 6)  # b c t h w
 

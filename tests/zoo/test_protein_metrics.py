@@ -23,6 +23,7 @@ from tests.support.runs import Heard
 from tests.support.slow import long, slow
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import draw
+from zoo.data.protein.record import ATOMS
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.protein.distogram import BINS, contact_probability, distances, distogram_bins, expected_distance
 from zoo.protein.metrics import (

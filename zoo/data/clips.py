@@ -30,14 +30,14 @@ class Clips:
         return len(self.items)
 
     def item(self, index: int) -> tuple[Tensor, int | None]:
-        found = self.items[index]
-        if isinstance(found, dict):
-            if not found.keys() <= {"x", "label"}:
+        value = self.items[index]
+        if isinstance(value, dict):
+            if not value.keys() <= {"x", "label"}:
                 raise ValueError(
-                    f"item {index}: expected a dict of x and label, got one of {', '.join(map(str, found))}"
+                    f"item {index}: expected a dict of x and label, got one of {', '.join(map(str, value))}"
                 )
-            found = found.get("x"), found.get("label")
-        x, label = found if isinstance(found, tuple) else (found, None)
+            value = value.get("x"), value.get("label")
+        x, label = value if isinstance(value, tuple) else (value, None)
         if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
             said = f"a tensor {list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ValueError(f"item {index}: expected a clip [c, t, h, w] of floating-point numbers, got {said}")

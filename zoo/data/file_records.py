@@ -31,20 +31,20 @@ class FileRecords:
         with ThreadPoolExecutor(8) as pool:
             facts = pool.map(lambda path: (_status(path), fingerprint(path)), self.paths)
             self.taken = dict(zip(self.paths, counted(facts, len(self.paths), "comparing files", log)))
-        return {path: found for path, (_, found) in self.taken.items()}
+        return {path: record for path, (_, record) in self.taken.items()}
 
     def check(self, path: Path) -> None:
         """Raise ValueError if a file is another one than when it was recorded; before `take`, do nothing."""
         if path not in self.taken:
             return
-        (status, found), now = self.taken[path], _status(path)
+        (status, recorded), now = self.taken[path], _status(path)
         if status != now:
-            if (other := fingerprint(path)) != found:
+            if (other := fingerprint(path)) != recorded:
                 raise ValueError(
-                    f"{path} has changed since the run began: it had {found}, it has {other}. Put the file back, or "
+                    f"{path} has changed since the run began: it had {recorded}, it has {other}. Put the file back, or "
                     "start again: resume=true goes on from the last checkpoint"
                 )
-            self.taken[path] = now, found
+            self.taken[path] = now, recorded
 
 
 def fingerprint(path: Path) -> str:
@@ -66,7 +66,7 @@ def fingerprint(path: Path) -> str:
 def _status(path: Path) -> tuple[int, int, int]:
     """The number, size and time of a file, which change with its content, as a rule; zeros if there is none."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return 0, 0, 0
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -144,12 +144,12 @@ class VideoFolder:
             return f"too short: {length} in {seconds:.2f} s, and {self.frames} at {self.fps:g} a second were asked for"
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for path, found in counted(zip(paths, pool.map(judge, paths)), len(paths), "looking at videos", log):
-                if isinstance(found, Video):
-                    self.videos.append(found)
+            for path, result in counted(zip(paths, pool.map(judge, paths)), len(paths), "looking at videos", log):
+                if isinstance(result, Video):
+                    self.videos.append(result)
                 else:
-                    self.skipped.append((path, found))
-                    log.warning("skipped %s: %s", path, found)
+                    self.skipped.append((path, result))
+                    log.warning("skipped %s: %s", path, result)
         log.info("%d videos under %s, %d skipped", len(self.videos), self.root, len(self.skipped))
         if not self.videos:
             path, reason = self.skipped[0]

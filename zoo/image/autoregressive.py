@@ -31,8 +31,8 @@ class BitsPerDim(nn.Module):
     @property
     def stages(self) -> dict[str, str]:
         stages: dict[str, str] = getattr(self.model, "stages", {})
-        own = {"": "image=b [c] h w -> b [c] h w, b [c] h w", "likelihood": "b [c] h w [k], b [c] h w -> b [c] h w"}
-        return own | {f"model.{key}": stage for key, stage in stages.items() if key}
+        around = {"": "image=b [c] h w -> b [c] h w, b [c] h w", "likelihood": "b [c] h w [k], b [c] h w -> b [c] h w"}
+        return around | {f"model.{key}": stage for key, stage in stages.items() if key}
 
     def forward(self, image: Tensor, **conditioning: Any) -> tuple[Tensor, Tensor]:
         """Bits of every value of ``image``, and weights of 1, both (b c h w) float32."""

@@ -87,11 +87,11 @@ def attend(
     bias = None if bias is None else rearrange(bias, "b i j h -> b 1 h i j").contiguous()
     biases = [None] * -(-i // queries) if bias is None else bias.split(queries, 3)
     masks = [None] * -(-n // rows) if mask is None else (MASKED * (1 - mask.to(q.dtype))).split(rows, 1)
-    found = [
+    outputs = [
         concat([checkpointed(_attend, q_i, k_n, v_n, b_i, m_n) for q_i, b_i in zip(q_n.split(queries, 2), biases)], 2)
         for q_n, k_n, v_n, m_n in zip(q.split(rows, 1), k.split(rows, 1), v.split(rows, 1), masks)
     ]
-    return concat(found, 1)
+    return concat(outputs, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:

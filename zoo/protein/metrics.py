@@ -26,9 +26,9 @@ RANGES = {"short": (6, 12), "medium": (12, 24), "long": (24, 10**9)}  # separati
 
 def range_of_pairs(residue_index: Tensor, asym_id: Tensor) -> dict[str, Tensor]:
     """The pairs i < j of each range, and those of two chains ("inter"): [r, r] bool."""
-    apart = (residue_index[:, None] - residue_index).abs()
-    same, upper = asym_id[:, None] == asym_id, torch.ones_like(apart, dtype=torch.bool).triu(1)
-    ranges = {name: same & upper & (apart >= low) & (apart < high) for name, (low, high) in RANGES.items()}
+    separation = (residue_index[:, None] - residue_index).abs()
+    same, upper = asym_id[:, None] == asym_id, torch.ones_like(separation, dtype=torch.bool).triu(1)
+    ranges = {name: same & upper & (separation >= low) & (separation < high) for name, (low, high) in RANGES.items()}
     return ranges | {"inter": ~same & upper}
 
 
@@ -97,5 +97,5 @@ def masked_accuracy(letters: Tensor, target: Tensor, chosen: Tensor) -> float:
 def average(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of every number over the measurements that have it."""
     names = dict.fromkeys(name for values in measured for name in values)
-    found = {name: [values[name] for values in measured if name in values] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    columns = {name: [values[name] for values in measured if name in values] for name in names}
+    return {name: sum(values) / len(values) for name, values in columns.items()}

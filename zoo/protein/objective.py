@@ -79,8 +79,8 @@ class ProteinObjective(nn.Module):
         """The stages in FastFold's layouts, for `dsp.embedded`."""
         return self._around(self.model.dap)  # type: ignore[arg-type]
 
-    def _around(self, own: Mapping[str, str]) -> dict[str, str]:
-        stages = dict(own)
+    def _around(self, inner: Mapping[str, str]) -> dict[str, str]:
+        stages = dict(inner)
         inputs, _ = stages.pop("").split("->")
         targets = "msa_target=b s r, msa_weight=b s r, bins=b i j, pair_weight=b i j, contact_weight=b i j"
         return {
@@ -120,8 +120,8 @@ class ProteinObjective(nn.Module):
         `true_rotation` (b r 3 3) and `true_translation` (b r 3) Å are the frames of the residues, `seen` (b r) is True
         for residues that were seen, and `frame_weight` (b r) weights them.
         """
-        made = self.model(**inputs)
-        letters, distances, *_ = made
+        out = self.model(**inputs)
+        letters, distances, *_ = out
         terms = {
             "msa": self.letters(letters, msa_target, msa_weight),
             "distogram": self.distances(distances, bins, pair_weight),
@@ -129,10 +129,10 @@ class ProteinObjective(nn.Module):
         if self.contacts is not None:
             terms["contacts"] = self.contacts(distances, bins, contact_weight)
         if self.folds:
-            true, rotation, points = true_translation, made.rotation, made.translation
+            true, rotation, points = true_translation, out.rotation, out.translation
             terms["fape"] = self.fape(rotation, points, points, true_rotation, true, true, seen, frame_weight)
             last = points[:, -1].detach()
-            terms["lddt"] = self.confidence(made.lddt_logits, last, last, true, true, seen, frame_weight)
+            terms["lddt"] = self.confidence(out.lddt_logits, last, last, true, true, seen, frame_weight)
         return terms
 
 
@@ -150,8 +150,8 @@ class Frequencies:
         letters, bins = torch.ones(CLASSES), torch.ones(_REACH + 2, BINS)
         for sample in samples:
             letters += torch.bincount(sample["msa_target"][sample["msa_mask"]], minlength=CLASSES)
-            seen, apart = sample["pair_weight"].bool(), separation(sample["residue_index"], sample["asym_id"])
-            bins.index_put_((apart[seen], sample["bins"][seen]), torch.ones(()), accumulate=True)
+            seen, offset = sample["pair_weight"].bool(), separation(sample["residue_index"], sample["asym_id"])
+            bins.index_put_((offset[seen], sample["bins"][seen]), torch.ones(()), accumulate=True)
         self.letters, self.bins = letters / letters.sum(), bins / bins.sum(1, keepdim=True)
 
     def distogram(self, residue_index: Tensor, asym_id: Tensor) -> Tensor:
@@ -180,5 +180,5 @@ class Frequencies:
 
 def separation(residue_index: Tensor, asym_id: Tensor) -> Tensor:
     """The separation of i and j along the chain [i, j], at most 32; 33 for two chains."""
-    apart = (residue_index[:, None] - residue_index).abs().clamp(max=_REACH)
-    return apart.masked_fill(asym_id[:, None] != asym_id, _REACH + 1)
+    offset = (residue_index[:, None] - residue_index).abs().clamp(max=_REACH)
+    return offset.masked_fill(asym_id[:, None] != asym_id, _REACH + 1)

@@ -67,10 +67,10 @@ def openfold_names(version: int) -> Names:
     }
 
     def names(name: str) -> list[str]:
-        found = re.fullmatch(r"(.*blocks\.\d+\.)(.+)(\.weight|\.bias)", name)
-        if not found:
+        match = re.fullmatch(r"(.*blocks\.\d+\.)(.+)(\.weight|\.bias)", name)
+        if not match:
             return [name]
-        block, layer, suffix = found.groups()
+        block, layer, suffix = match.groups()
         return [block + theirs + suffix for theirs in layers[layer]]
 
     return names

@@ -80,10 +80,10 @@ class Predictor(nn.Module):
         }
 
     def forward(self, distogram: bool = False, **inputs: Any) -> Contacts | Fold:
-        made = self.model(**inputs)
-        letters, bins, *_ = made
+        out = self.model(**inputs)
+        letters, bins, *_ = out
         probability, distance = self.distances(bins)
-        found, shown = (self.letters(letters), probability, distance), self.distogram(bins) if distogram else None
+        contacts, shown = (self.letters(letters), probability, distance), self.distogram(bins) if distogram else None
         if not self.folds:
-            return Contacts(*found, shown)
-        return Fold(*found, made.rotation[:, -1], made.translation[:, -1], self.plddt(made.lddt_logits), shown)
+            return Contacts(*contacts, shown)
+        return Fold(*contacts, out.rotation[:, -1], out.translation[:, -1], self.plddt(out.lddt_logits), shown)

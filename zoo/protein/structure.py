@@ -74,10 +74,10 @@ class InvariantPointAttention(nn.Module):
         points = rearrange(self.q_points(s), "b i (x h p) -> b i (h p) x", x=3, h=self.heads)
         points = rearrange(to_global(points, rotation, translation), "b i (h p) x -> b h i (p x)", h=self.heads)
         others = k_points.flatten(3)
-        apart = points.square().sum(-1)[..., None] + others.square().sum(-1)[..., None, :] - 2 * points @ others.mT
-        weight = F.softplus(self.near.to(apart.dtype)) * (2 / (9 * self.points)) ** 0.5
+        squares = points.square().sum(-1)[..., None] + others.square().sum(-1)[..., None, :] - 2 * points @ others.mT
+        weight = F.softplus(self.near.to(squares.dtype)) * (2 / (9 * self.points)) ** 0.5
         logits = (q @ k.mT) * q.shape[-1] ** -0.5 + rearrange(self.bias(pair), "b i j h -> b h i j")
-        logits = (logits.to(apart.dtype) - 0.5 * weight[:, None, None] * apart) * 3**-0.5
+        logits = (logits.to(squares.dtype) - 0.5 * weight[:, None, None] * squares) * 3**-0.5
         if mask is not None:
             logits = logits + MASKED * (1 - mask.to(logits.dtype))[:, None, None]
         a = logits.softmax(-1)
@@ -86,8 +86,8 @@ class InvariantPointAttention(nn.Module):
         lengths = (seen.square().sum(-1) + 1e-8).sqrt()
         a = a.to(v.dtype)
         of_pairs = torch.einsum("bhij,bijd->bihd", a, pair)
-        found = [rearrange(a @ v, "b h i e -> b i (h e)"), rearrange(seen, "b i p x -> b i (x p)"), lengths]
-        return s + self.out(torch.cat([x.to(s.dtype) for x in (*found, of_pairs.flatten(2))], -1))
+        features = [rearrange(a @ v, "b h i e -> b i (h e)"), rearrange(seen, "b i p x -> b i (x p)"), lengths]
+        return s + self.out(torch.cat([x.to(s.dtype) for x in (*features, of_pairs.flatten(2))], -1))
 
 
 def to_global(points: Tensor, rotation: Tensor, translation: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ def lddt_of_residues(points: Tensor, all_points: Tensor, true: Tensor, all_true:
 
 def neighbours(true: Tensor, all_true: Tensor, seen: Tensor) -> Tensor:
     """1 for each other point j that was seen and is closer than 15 Å to i, else 0: (b i j)."""
-    apart = distances(true, all_true)
-    return ((apart < 15) & (apart > 0) & seen.bool()[:, None]).to(apart.dtype)
+    distance = distances(true, all_true)
+    return ((distance < 15) & (distance > 0) & seen.bool()[:, None]).to(distance.dtype)
 
 
 class FrameAlignedPointError(nn.Module):
@@ -67,8 +67,8 @@ class ConfidenceEntropy(nn.Module):
         weight: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         with torch.no_grad():
-            found = lddt_of_residues(points, all_points, true, all_true, seen)
-            target = (found * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
+            lddt = lddt_of_residues(points, all_points, true, all_true, seen)
+            target = (lddt * LDDT_BINS).long().clamp(max=LDDT_BINS - 1)
             defined = neighbours(true, all_true, seen).any(-1)  # lDDT is undefined without neighbours
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")

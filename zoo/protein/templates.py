@@ -56,9 +56,9 @@ class TemplateFeatures(nn.Module):
         both = seen_i[:, :, None] & seen_j[:, None] & (chain_i[:, :, None] == chain_j[:, None])[..., None]
         framed, placed = both.unbind(-1)
 
-        apart = distances(atoms_i[:, :, 3], atoms_j[:, :, 3])
-        edges = torch.linspace(FIRST, LAST, BINS, device=apart.device, dtype=apart.dtype)
-        bin_ = torch.bucketize(apart, edges) - 1
+        distance = distances(atoms_i[:, :, 3], atoms_j[:, :, 3])
+        edges = torch.linspace(FIRST, LAST, BINS, device=distance.device, dtype=distance.dtype)
+        bin_ = torch.bucketize(distance, edges) - 1
         known = (placed & (bin_ >= 0)).to(v.dtype)
 
         rotation, origin = frames_of(*atoms_i[:, :, :3].unbind(2))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zoo.data.sampling import generator
-from zoo.video.diffusion import seeded_uniform
+from zoo.video.noise import seeded_uniform
 
 __all__ = ["noised_frames"]
 

@@ -45,7 +45,7 @@ def sources(
     """
     paths = {path.relative_to(root).as_posix(): path for path in files(root)}
     texts, skipped = captions(root, table, paths)
-    found: list[Source] = []
+    clips: list[Source] = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         looked_at = zip(texts, pool.map(probe, [paths[name] for name in texts]))
         for name, video in counted(looked_at, len(texts), "looking at videos", logging.getLogger(__name__)):
@@ -55,10 +55,10 @@ def sources(
                 wanted = " or ".join(str(bucket) for bucket in buckets)
                 skipped.append(f"{name}: too short: {len(video.times)} frames in {_seconds(video):.2f} s, for {wanted}")
             else:
-                found += list(cut(name, video, texts[name], bucket))[:most]
-    if not found:
+                clips += list(cut(name, video, texts[name], bucket))[:most]
+    if not clips:
         raise ClipError(f"no clip under {root} can be encoded: " + "; ".join(skipped[:5]))
-    return found, skipped
+    return clips, skipped
 
 
 def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple[dict[str, str], list[str]]:
@@ -85,14 +85,14 @@ def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple
         skipped += [f"{name}: a caption without a video under {root}" for name in texts if name not in paths]
     missing = "no caption" if table else "no caption in a .txt of its name"
     skipped += [f"{name}: {missing}" for name in paths if not texts.get(name)]
-    found = {name: texts[name] for name in paths if texts.get(name)}
-    if not found:
+    captioned = {name: texts[name] for name in paths if texts.get(name)}
+    if not captioned:
         raise ClipError(
             f"none of the {len(paths)} videos under {root} has a caption (looked in {where}). Write NAME.txt beside "
             f"NAME.mp4, or pass --captions FILE, a .csv or .jsonl with the columns {NAMES[0]} and {TEXTS[0]}, paths "
             f"relative to {root}"
         )
-    return found, skipped
+    return captioned, skipped
 
 
 def choose(video: Video, buckets: Sequence[Bucket]) -> Bucket | None:
@@ -113,8 +113,8 @@ def enlarged(video: Video, bucket: Bucket) -> float:
 
 def cut(name: str, video: Video, caption: str, bucket: Bucket) -> Iterator[Source]:
     """Consecutive clips from the video's first frame on; an incomplete clip at the end is dropped."""
-    own = (len(video.times) - 1) / _seconds(video) if len(video.times) > 1 else 1.0
-    fps = bucket.fps or round(own, 3)
+    rate = (len(video.times) - 1) / _seconds(video) if len(video.times) > 1 else 1.0
+    fps = bucket.fps or round(rate, 3)
     for start in range(0, _length(video, bucket.fps) - bucket.frames + 1, bucket.frames):
         shown = range(start, start + bucket.frames)
         chosen = [source_frame(video, video.times[0], i / bucket.fps) for i in shown] if bucket.fps else shown

@@ -1,4 +1,4 @@
-"""Training objectives and samplers for video diffusion models.
+"""Training objectives of video diffusion models; `zoo/video/noise.py` has levels, `zoo/video/sampling.py` the samplers.
 
 Letters: b samples, c channels, t frames, h w height and width. One convention for the signs and the clock, used by the
 objective and by the sampler:
@@ -18,83 +18,18 @@ indexing of a long dim, no branch on values. So it runs as it is on tensors shar
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zoo.contract import predict
-from zoo.data.sampling import generator
+from zoo.video.noise import flow_sign, linear_schedule, per_frame, per_sample, shift_at, shifted
 
-__all__ = [
-    "IDDPM",
-    "RectifiedFlow",
-    "ddim",
-    "euler",
-    "linear_schedule",
-    "seeded_noise",
-    "seeded_uniform",
-    "shift_at",
-    "shifted",
-]
+__all__ = ["IDDPM", "RectifiedFlow"]
 
-OnStep = Callable[[int, int], None]
-
-
-# ---------------------------------------------------------------------------------------------------- noise, levels
-
-
-def seeded_noise(
-    seed: int,
-    step: int,
-    sample_ids: Sequence[int],
-    frames: range,
-    frame_shape: tuple[int, int, int],
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Normal noise [b, c, len(frames), h, w] that is a pure function of (seed, step, sample id, frame number).
-
-    Every frame is drawn by itself, so a rank that holds frames lo..hi asks for `range(lo, hi)` and gets, bit for bit,
-    what a rank that draws all of them has there. `frame_shape` is (c, h, w). Drawn on the CPU, in float32.
-    """
-    noise = torch.empty(len(sample_ids), len(frames), *frame_shape)
-    for i, sample in enumerate(sample_ids):
-        for j, frame in enumerate(frames):
-            torch.randn(frame_shape, generator=generator("noise", seed, step, sample, frame), out=noise[i, j])
-    return noise.transpose(1, 2).contiguous().to(device=device, dtype=dtype)
-
-
-def seeded_uniform(
-    seed: int, step: int, sample_ids: Sequence[int], *, name: str = "timestep", device: torch.device | str | None = None
-) -> Tensor:
-    """One number in (0, 1) a sample, [b] float32, a pure function of (name, seed, step, sample id).
-
-    `objective.sample_timestep` turns it into a noise level; other names give independent numbers (dropping labels).
-    """
-    draws = [torch.rand((), generator=generator(name, seed, step, i), dtype=torch.float64).item() for i in sample_ids]
-    return torch.tensor(draws, dtype=torch.float64).clamp(1e-6, 1 - 1e-6).float().to(device)
-
-
-def _per_sample(value: Tensor) -> Tensor:
-    return value.view(-1, 1, 1, 1, 1)  # (B,) -> (B, 1, 1, 1, 1)
-
-
-def _per_frame(x_mask: Tensor) -> Tensor:
-    return x_mask[:, None, :, None, None]  # (B, T) -> (B, 1, T, 1, 1)
-
-
-def _per_element(loss: Tensor, weight: Tensor | None, x_mask: Tensor | None) -> Tensor:
-    """The weight of every element, shaped like the loss: the caller's ([b] or broadcastable; 1), 0 in clean frames."""
-    weights = torch.ones_like(loss)
-    if weight is not None:
-        weights = weights * (_per_sample(weight) if weight.dim() == 1 else weight)
-    return weights if x_mask is None else weights * _per_frame(x_mask)
-
-
-# ------------------------------------------------------------------------------------------------------- objectives
+LEAST = 0.05  # the noise level below which the error of a predicted clip weighs no more than there
 
 
 class _Objective(nn.Module):
@@ -201,61 +136,15 @@ class RectifiedFlow(_Objective):
 
         `x_mask` [b, t] is for models that take it: frames where it is False are given without noise and not judged.
         """
-        u = _per_sample(timestep)
+        u = per_sample(timestep)
         if x_mask is not None:
-            u = u * _per_frame(x_mask)
+            u = u * per_frame(x_mask)
         noised = (1 - u) * x + u * noise
         output = predict(self.model, noised, timestep * 1000, x_mask=x_mask, **conditioning)
         output = output.narrow(1, 0, x.shape[1]).float()
         error = (x - output) / u.clamp(min=LEAST) if self.clean else x - noise - flow_sign(self.model) * output
         loss = error**2
         return loss, _per_element(loss, weight, x_mask)
-
-
-LEAST = 0.05  # the noise level below which the error of a predicted clip weighs no more than there
-
-
-def flow_sign(model: Any) -> int:
-    """1 for a model that predicts the velocity x - noise, -1 for one that predicts noise - x."""
-    return getattr(model, "flow_sign", 1)
-
-
-def shift_at(shift: float, base: int | None, cells: int | None) -> float:
-    """The shift for clips of so many cells (t h w): `shift` for all, or times the root of cells / base.
-
-    More cells need more noise to hide the same clip. Open-Sora 1.2: shift 1 at a base of 64 x 64 latent cells of one
-    frame. Stable Diffusion 3: 3 for all. Wan 2.1: 3 for clips of 480p, 5 for 720p.
-    """
-    return shift * math.sqrt(cells / base) if base and cells else shift
-
-
-def shifted(level: Any, shift: float) -> Any:
-    """Noise levels in [0, 1], moved towards 1 where `shift` is above 1."""
-    return shift * level / (1 + (shift - 1) * level)
-
-
-def linear_schedule(steps: int = 1000) -> dict[str, Tensor]:
-    """The tables of a diffusion with linear variances from 1e-4 to 0.02 (for 1000 steps), each [steps], float64.
-
-    Ho et al. 2020 (arXiv 2006.11239), equations 4 to 7. `posterior_*` are of q(x_{s-1} | x_s, x_0), whose
-    mean is `posterior_x0` x_0 + `posterior_xs` x_s. Its variance is 0 at s = 0: there `log_smallest` takes the value of
-    s = 1, as in Nichol & Dhariwal's code.
-    """
-    beta = torch.linspace(1e-4 * 1000 / steps, 0.02 * 1000 / steps, steps, dtype=torch.float64, device="cpu")
-    alpha = 1 - beta
-    abar = alpha.cumprod(0)
-    previous = torch.cat([torch.ones(1, dtype=torch.float64, device="cpu"), abar[:-1]])
-    variance = beta * (1 - previous) / (1 - abar)
-    return {
-        "beta": beta,
-        "abar": abar,
-        "signal": abar.sqrt(),
-        "noise": (1 - abar).sqrt(),
-        "posterior_x0": beta * previous.sqrt() / (1 - abar),
-        "posterior_xs": (1 - previous) * alpha.sqrt() / (1 - abar),
-        "log_smallest": torch.cat([variance[1:2], variance[1:]]).log(),
-        "log_largest": beta.log(),
-    }
 
 
 class IDDPM(_Objective):
@@ -280,7 +169,7 @@ class IDDPM(_Objective):
     def _at(self, timestep: Tensor, *names: str) -> list[Tensor]:
         """The named tables at `timestep` [b], each [b, 1, 1, 1, 1] float32."""
         table = torch.stack([self._schedule[name] for name in names]).float().to(timestep.device)
-        return [_per_sample(column) for column in table[:, timestep]]
+        return [per_sample(column) for column in table[:, timestep]]
 
     def sample_timestep(self, uniform: Tensor, cells: int | None = None) -> Tensor:
         return (uniform * self.steps).long().clamp(0, self.steps - 1)
@@ -321,7 +210,7 @@ class IDDPM(_Objective):
         channels = x.shape[1]
         x_s = self.q_sample(x, noise, timestep)
         if x_mask is not None:
-            x_s = torch.where(_per_frame(x_mask), x_s, self.q_sample(x, noise, torch.zeros_like(timestep)))
+            x_s = torch.where(per_frame(x_mask), x_s, self.q_sample(x, noise, torch.zeros_like(timestep)))
         output = predict(self.model, x_s, timestep, x_mask=x_mask, **conditioning).float()
         predicted, target = output.narrow(1, 0, channels), noise
         signal, sigma = self._at(timestep, "signal", "noise")
@@ -339,7 +228,7 @@ class IDDPM(_Objective):
             true_mean, true_log_variance = self.posterior(x, x_s, timestep)
             kl = _gaussian_kl(true_mean, true_log_variance, mean, log_variance)
             likelihood = _discretised_log_likelihood(x, mean, 0.5 * log_variance)
-            loss = loss + torch.where(_per_sample(timestep == 0), -likelihood, kl) / math.log(2)
+            loss = loss + torch.where(per_sample(timestep == 0), -likelihood, kl) / math.log(2)
         return loss, _per_element(loss, weight, x_mask)
 
 
@@ -367,135 +256,9 @@ def _normal_cdf(z: Tensor) -> Tensor:
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
 
 
-# --------------------------------------------------------------------------------------------------------- samplers
-
-
-def _guided(
-    model: Callable[..., Tensor], channels: int, guidance: float, uncond: Mapping[str, Any] | None, cond: dict[str, Any]
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """The model's first `channels` channels, pushed away from its unconditional prediction (Ho & Salimans 2022).
-
-    Two calls of b samples, not one of 2 b: the activations of a long clip are what fills the memory.
-    """
-    if guidance != 1 and uncond is None:
-        raise ValueError(
-            f"guidance={guidance} needs uncond=, the conditioning that means 'none' (the null class: label=num_classes)"
-        )
-
-    def guided(x: Tensor, timestep: Tensor) -> Tensor:
-        output = predict(model, x, timestep, **cond)[:, :channels].float()
-        if guidance == 1:
-            return output
-        free = predict(model, x, timestep, **{**cond, **(uncond or {})})[:, :channels].float()
-        return free + guidance * (output - free)
-
-    return guided
-
-
-def _holding(noise: Tensor, clean: Tensor | None, x_mask: Tensor | None) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """`hold(x, given)`: x with the frames of `given` where x_mask is False; x as it is if no frames are held."""
-    if (clean is None) != (x_mask is None):
-        raise ValueError("clean= and x_mask= go together: clean= has the given frames, and x_mask= is False there")
-    if clean is None or x_mask is None:
-        return lambda x, _: x
-    if clean.shape != noise.shape or x_mask.shape != (noise.shape[0], noise.shape[2]):
-        raise ValueError(
-            f"noise {list(noise.shape)} needs clean= of the same shape, got {list(clean.shape)}, and x_mask= of "
-            f"(samples, frames) = {[noise.shape[0], noise.shape[2]]}, got {list(x_mask.shape)}"
-        )
-    made = _per_frame(x_mask)
-    return lambda x, given: x if given is None else torch.where(made, x, given)
-
-
-@torch.no_grad()
-def euler(
-    model: Callable[..., Tensor],
-    noise: Tensor,
-    steps: int,
-    *,
-    guidance: float = 1.0,
-    uncond: Mapping[str, Any] | None = None,
-    shift: float = 1.0,
-    predicts_clean: bool | None = None,
-    clean: Tensor | None = None,
-    x_mask: Tensor | None = None,
-    on_step: OnStep | None = None,
-    **cond: Any,
-) -> Tensor:
-    """Samples [b, c, t, h, w] of a rectified flow: `steps` Euler steps from `noise` (u = 1) to data (u = 0).
-
-    `model(x, timestep, **cond)` predicts x - noise, the opposite if its `flow_sign` is -1, or with `predicts_clean` the
-    clip itself, as it was trained; the last step then ends at the clip that it predicts. By default it is what the
-    model's own `predicts_clean` says, if it has one. `guidance` other than 1 calls it a second time with the values of
-    `uncond` put over those of `cond`. The levels of the steps are even, then `shifted`, as those of training were.
-    `on_step(i, steps)` is called after step i of 1..steps. Deterministic.
-
-    Frames where `x_mask` [b, t] is False are held: they are those of `clean` [b, c, t, h, w] from the first step to the
-    last, and the model, which must take x_mask, gets it.
-    """
-    if steps < 1:
-        raise ValueError(f"euler: expected steps >= 1, got {steps}")
-    hold = _holding(noise, clean, x_mask)
-    given = cond if x_mask is None else {**cond, "x_mask": x_mask}
-    guided = _guided(model, noise.shape[1], guidance, uncond, given)
-    predicts_clean = getattr(model, "predicts_clean", False) if predicts_clean is None else predicts_clean
-    levels = [shifted(1 - i / steps, shift) for i in range(steps + 1)]
-    x = hold(noise, clean)
-    for i in range(steps):
-        timestep = torch.full((len(x),), 1000 * levels[i], device=x.device)
-        output = guided(x, timestep)
-        velocity = (output - x) / levels[i] if predicts_clean else flow_sign(model) * output
-        x = hold(x + (levels[i] - levels[i + 1]) * velocity, clean)
-        if on_step is not None:
-            on_step(i + 1, steps)
-    return x
-
-
-@torch.no_grad()
-def ddim(
-    model: Callable[..., Tensor],
-    noise: Tensor,
-    steps: int,
-    *,
-    eta: float = 0.0,
-    random: torch.Generator | None = None,
-    guidance: float = 1.0,
-    uncond: Mapping[str, Any] | None = None,
-    velocity: bool = False,
-    clean: Tensor | None = None,
-    x_mask: Tensor | None = None,
-    on_step: OnStep | None = None,
-    **cond: Any,
-) -> Tensor:
-    """Samples [b, c, t, h, w] of an IDDPM model in `steps` of its 1000 steps: equation 12 of arXiv 2010.02502.
-
-    The steps taken are evenly spaced and start at 999 ("trailing", arXiv 2305.08891); a learned variance is not used.
-    `velocity`: the model predicts the velocity, as that of the objective does.
-    `eta` = 0 is deterministic given `noise`; above 0 every step adds noise drawn on the CPU from the generator
-    `random`. The other arguments are those of `euler`; held frames are shown to the model at step 0, as in training.
-    """
-    if not 1 <= steps <= IDDPM.steps:
-        raise ValueError(f"ddim: expected 1 <= steps <= {IDDPM.steps}, got {steps}")
-    if eta > 0 and random is None:
-        raise ValueError(f"ddim: eta={eta} adds noise at every step: pass random=, a seeded torch.Generator")
-    hold = _holding(noise, clean, x_mask)
-    given = cond if x_mask is None else {**cond, "x_mask": x_mask}
-    guided = _guided(model, noise.shape[1], guidance, uncond, given)
-    abar = linear_schedule(IDDPM.steps)["abar"].tolist()
-    taken = [round(IDDPM.steps * (1 - i / steps)) - 1 for i in range(steps)]
-    held = None if clean is None else math.sqrt(abar[0]) * clean + math.sqrt(1 - abar[0]) * noise
-    x = hold(noise, held)
-    for i, step in enumerate(taken):
-        now, after = abar[step], abar[taken[i + 1]] if i + 1 < steps else 1.0
-        predicted = guided(x, torch.full((len(x),), step, device=x.device))
-        if velocity:
-            predicted = math.sqrt(now) * predicted + math.sqrt(1 - now) * x
-        data = (x - math.sqrt(1 - now) * predicted) / math.sqrt(now)
-        sigma = eta * math.sqrt((1 - after) / (1 - now) * (1 - now / after))
-        x = math.sqrt(after) * data + math.sqrt(1 - after - sigma**2) * predicted
-        if sigma > 0:
-            x = x + sigma * torch.randn(x.shape, generator=random).to(x)
-        x = hold(x, held)
-        if on_step is not None:
-            on_step(i + 1, steps)
-    return hold(x, clean)
+def _per_element(loss: Tensor, weight: Tensor | None, x_mask: Tensor | None) -> Tensor:
+    """The weight of every element, shaped like the loss: the caller's ([b] or broadcastable; 1), 0 in clean frames."""
+    weights = torch.ones_like(loss)
+    if weight is not None:
+        weights = weights * (per_sample(weight) if weight.dim() == 1 else weight)
+    return weights if x_mask is None else weights * per_frame(x_mask)

@@ -139,14 +139,14 @@ class More:
 
     def of(self, vae: Autoencoder, frames: Tensor, caption: str, tile: int | None) -> dict[str, Tensor]:
         """The further tensors of a clip of frames [3, t, h, w]."""
-        found = {}
+        parts = {}
         if self.start:
-            found["start"] = grey_after(frames[:, :1], frames.shape[1], vae, tile)
+            parts["start"] = grey_after(frames[:, :1], frames.shape[1], vae, tile)
         if self.image is not None:
-            found["image"] = self.image.encode(frames[:, 0])
+            parts["image"] = self.image.encode(frames[:, 0])
         if self.pooled is not None:
-            found["pooled"] = self.pooled.encode([caption])[0]
-        return found
+            parts["pooled"] = self.pooled.encode([caption])[0]
+        return parts
 
 
 def prepare(
@@ -195,13 +195,13 @@ def prepare(
 
 def too_long(wanted: Sequence[Source], text: TextEncoder) -> list[str]:
     """The files whose captions have too many tokens, with the number of tokens."""
-    found = {}
+    long = {}
     for source in wanted:
         file = source.name.rpartition("#")[0]
-        if file not in found:
+        if file not in long:
             count = text.count(source.caption)
-            found[file] = f"{file} has {count}" if count > text.length else ""
-    return [line for line in found.values() if line]
+            long[file] = f"{file} has {count}" if count > text.length else ""
+    return [line for line in long.values() if line]
 
 
 def refuse_changed(folder: Path, wanted: Sequence[Source], there: dict[str, Entry]) -> None:

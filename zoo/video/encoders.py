@@ -103,13 +103,13 @@ class TextEncoder:
 
     def tokens(self, caption: str) -> list[int]:
         """The token numbers of a caption; CodecError if there are more than `length`."""
-        found = self._within(caption)
-        if len(found) - self.before > self.length:
+        numbers = self._within(caption)
+        if len(numbers) - self.before > self.length:
             raise CodecError(
-                f"a caption of {len(found) - self.before} tokens, and {self.length} are allowed: {caption[:60]!r}...; "
-                "shorten it, or allow more"
+                f"a caption of {len(numbers) - self.before} tokens, and {self.length} are allowed: {caption[:60]!r}"
+                "...; shorten it, or allow more"
             )
-        return found
+        return numbers
 
     def _within(self, caption: str) -> list[int]:
         return self._tokens(TEMPLATE.format(caption) if self.before else caption)

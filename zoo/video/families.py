@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from zoo import registry
 from zoo.files import fits
 from zoo.reference import read_safetensors
-from zoo.video.diffusion import OnStep, ddim, euler, shift_at
 from zoo.video.encoders import TextEncoder
+from zoo.video.noise import shift_at
 from zoo.video.pretrained import CodecError, settings_of
 from zoo.video.published import Prompt, Published, Rows, scheduler
+from zoo.video.sampling import OnStep, ddim, euler
 
 __all__ = ["FAMILIES", "family_of", "read"]
 
@@ -141,15 +142,15 @@ def read(
         raise CodecError(f"{folder / 'model_index.json'}: boundary_ratio is {boundary!r}: expected a number")
     if len(built) > 1 and not 0 < boundary < 1:
         raise CodecError(f"{folder} has two transformers, but model_index.json has no boundary_ratio to choose by")
-    own = not family.scheduled and not sampler and not (folder / "scheduler").is_dir()
-    chosen = None if own else scheduler(folder, sampler, shift)
-    made = family(folder, [model for model, _ in built], chosen, boundary, built[0][1], variant)
-    if made.conditions.start and not family.from_image:
+    flow = not family.scheduled and not sampler and not (folder / "scheduler").is_dir()
+    chosen = None if flow else scheduler(folder, sampler, shift)
+    published = family(folder, [model for model, _ in built], chosen, boundary, built[0][1], variant)
+    if published.conditions.start and not family.from_image:
         raise CodecError(
             f"{folder}: clips of this {family.__name__} begin with an image, which its pipeline embeds together with "
             "the caption, by a model that is not here; dsp.parallelize takes diffusers' pipeline"
         )
-    return made
+    return published
 
 
 def family_of(folder: Path) -> type[Published]:
@@ -159,7 +160,7 @@ def family_of(folder: Path) -> type[Published]:
         raise CodecError(f"{folder} is not the folder of a pipeline: there is no transformer/ in it")
     config = settings_of(file) if file.is_file() else {}
     name = str(config.get("_class_name") or config.get("model_type") or "STDiT")
-    family = next((found for key, found in FAMILIES.items() if name.startswith(key)), None)
+    family = next((kind for key, kind in FAMILIES.items() if name.startswith(key)), None)
     if family is None:
         raise CodecError(f"{file}: a {name}; known here: {', '.join(FAMILIES)}. dsp.parallelize takes other pipelines")
     return family

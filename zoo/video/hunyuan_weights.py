@@ -21,7 +21,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> HunyuanVide
     if missing := [name for name in ("x_embedder.proj.weight", "proj_out.bias") if name not in state]:
         raise ValueError(f"not diffusers' HunyuanVideo: no {', '.join(missing)}")
     hidden, channels, *patch = state["x_embedder.proj.weight"].shape
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "hidden": hidden,
         "depth": count(state, "transformer_blocks.{}."),
         "single": count(state, "single_transformer_blocks.{}."),
@@ -36,10 +36,10 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> HunyuanVide
         ("pooled_channels", "time_text_embed.text_embedder.linear_1.weight"),
     ):
         if name in state:
-            found[key] = state[name].shape[1]
+            values[key] = state[name].shape[1]
     if (width := state.get("transformer_blocks.0.attn.norm_q.weight")) is not None:
-        found["heads"] = hidden // len(width)
-    model = HunyuanVideo(Config(**found | overrides))
+        values["heads"] = hidden // len(width)
+    model = HunyuanVideo(Config(**values | overrides))
     load(model, state, diffusers_names)
     return model
 
@@ -115,8 +115,8 @@ def diffusers_names(name: str) -> list[str]:
     """The diffusers parameters that make up one of ours, to be stacked along dim 0."""
     stem, dot, suffix = name.rpartition(".")
     for pattern, (theirs, table) in STACKS.items():
-        if found := re.fullmatch(pattern, stem):
-            return [f"{theirs.format(found[1])}.{part}{dot}{suffix}" for part in table[found[2]].split()]
+        if match := re.fullmatch(pattern, stem):
+            return [f"{theirs.format(match[1])}.{part}{dot}{suffix}" for part in table[match[2]].split()]
     return [NAMES[stem] + dot + suffix]
 
 

@@ -32,7 +32,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
         raise ValueError(f"neither the authors' nor diffusers' Latte: no {', '.join(missing)}")
     hidden, channels, patch, _ = state[patches].shape
     published = [size for name, size in SIZES.items() if size["hidden"] == hidden and name != "test"]
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "hidden": hidden,
         "depth": 2 * count(state, "transformer_blocks.{}.") if text else count(state, "blocks.{}."),
         "heads": next((size["heads"] for size in published), None),
@@ -42,23 +42,23 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
     }
     if text:
         captions = state["caption_projection.linear_1.weight"].shape[1]
-        found |= {"conditioning": "text", "caption_channels": captions, "sample_size": 64 if published else None}
+        values |= {"conditioning": "text", "caption_channels": captions, "sample_size": 64 if published else None}
     else:
-        found["sample_size"] = patch * math.isqrt(state["pos_embed"].shape[1])
+        values["sample_size"] = patch * math.isqrt(state["pos_embed"].shape[1])
         if "y_embedder.embedding_table.weight" in state:
             classes = len(state["y_embedder.embedding_table.weight"]) - 1
-            found |= {"conditioning": "class", "num_classes": classes}
-    found |= overrides
-    if found["heads"] is None:
+            values |= {"conditioning": "class", "num_classes": classes}
+    values |= overrides
+    if values["heads"] is None:
         raise ValueError(f"no Latte of hidden={hidden} was published: say how many heads it has, heads=")
-    if found["sample_size"] is None:
+    if values["sample_size"] is None:
         raise ValueError(
             f"no Latte of hidden={hidden} was published: say on how many cells a side it was trained, sample_size=; "
             "positions stretch over them, and the weights do not tell"
         )
-    if assumed := [f"{name}={found[name]}" for name in ("heads", "sample_size") if text and name not in overrides]:
+    if assumed := [f"{name}={values[name]}" for name in ("heads", "sample_size") if text and name not in overrides]:
         log.info("the weights do not tell %s: taken from the published model of this width", " and ".join(assumed))
-    model = Latte(Config(**found))
+    model = Latte(Config(**values))
     load(model, state, names, ignore=() if text else ("pos_embed", "temp_embed"))
     return model
 

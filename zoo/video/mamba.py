@@ -117,8 +117,8 @@ def mamba_kernel() -> Callable[..., Tensor] | None:
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
     except ImportError:
         return None
-    found: Callable[..., Tensor] = selective_scan_fn
-    return found
+    kernel: Callable[..., Tensor] = selective_scan_fn
+    return kernel
 
 
 def by_kernel(

@@ -51,8 +51,8 @@ def from_reference(state: Mapping[str, Tensor], *, groups: int = 1, **overrides:
         inner, d_state = len(first.norm), (inner - len(first.norm)) // (2 * groups)
         kind = {"mixer": "mamba2", "d_state": d_state, "head_dim": inner // heads, "groups": groups}
     hidden = len(first.out_proj.weight)
-    found = {"hidden": hidden, "depth": count(state, prefix + "{}."), "expand": inner // hidden, "d_conv": d_conv}
-    model = STMamba(Config(**{**found, **kind, "bidirectional": first.back is not None, **overrides}))
+    values = {"hidden": hidden, "depth": count(state, prefix + "{}."), "expand": inner // hidden, "d_conv": d_conv}
+    model = STMamba(Config(**{**values, **kind, "bidirectional": first.back is not None, **overrides}))
     layers = nn.ModuleList(nn.ModuleDict({"norm": b.norms[0], "mixer": b.mixers[0]}) for b in model.running())
 
     def names(name: str) -> str:

@@ -46,21 +46,22 @@ def statistics(clips: Tensor) -> Tensor:
     ).double()
 
 
-def frechet_distance(real: Tensor, made: Tensor) -> float:
+def frechet_distance(real: Tensor, generated: Tensor) -> float:
     """The Fréchet distance of normal fits to two sets of features, (n d) and (m d): Heusel et al. 2017, equation 6.
 
     |μ - ν|² + tr(Σ + Π - 2 (Σ Π)^½). ValueError: a set has fewer than two clips, or the numbers of features differ.
     """
-    if real.ndim != 2 or made.ndim != 2 or real.shape[1] != made.shape[1] or min(len(real), len(made)) < 2:
-        shapes = f"{tuple(real.shape)} and {tuple(made.shape)}"
+    flat = real.ndim == generated.ndim == 2
+    if not flat or real.shape[1] != generated.shape[1] or min(len(real), len(generated)) < 2:
+        shapes = f"{tuple(real.shape)} and {tuple(generated.shape)}"
         raise ValueError(f"frechet_distance: expected features (n d) and (m d) of two clips at least, got {shapes}")
-    real, made = real.double(), made.double()
-    first, second = (torch.atleast_2d(x.T.cov()) for x in (real, made))
+    real, generated = real.double(), generated.double()
+    first, second = (torch.atleast_2d(x.T.cov()) for x in (real, generated))
     values, vectors = torch.linalg.eigh(first)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     cross = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
-    apart = (real.mean(0) - made.mean(0)).square().sum()
-    return (apart + first.trace() + second.trace() - 2 * cross).clamp(min=0).item()
+    means = (real.mean(0) - generated.mean(0)).square().sum()
+    return (means + first.trace() + second.trace() - 2 * cross).clamp(min=0).item()
 
 
 class VideoFeatures:

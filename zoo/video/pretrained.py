@@ -124,10 +124,10 @@ def library(name: str) -> Any:
 
 def sha256(files: Sequence[Path]) -> str:
     """A digest of the names, sizes and contents of files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in files:
-        found.update(f"{path.name} {path.stat().st_size}\n".encode())
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
             while piece := file.read(1 << 24):
-                found.update(piece)
-    return found.hexdigest()
+                digest.update(piece)
+    return digest.hexdigest()

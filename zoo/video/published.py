@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from zoo.contract import Conditions, predict, sizes_of
 from zoo.files import fits
 from zoo.video.codec import Autoencoder
-from zoo.video.diffusion import OnStep, flow_sign
 from zoo.video.encoders import ImageEncoder, PooledEncoder, TextEncoder, encode_start
+from zoo.video.noise import flow_sign
 from zoo.video.pretrained import CodecError, library, settings_of
+from zoo.video.sampling import OnStep
 
 __all__ = ["Branch", "Prompt", "Published", "Rows", "scheduler"]
 
@@ -220,18 +221,18 @@ def scheduler(folder: Path, name: str | None = None, shift: float | None = None)
         raise CodecError(f"{file} is not there: it says how to sample; or name a scheduler, --scheduler CLASS")
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         raise CodecError(f"{wanted} is not a scheduler of diffusers")
-    own = inspect.signature(kind).parameters
-    changes = {key: shift for key in ("shift", "flow_shift") if shift is not None and key in own}
+    accepted = inspect.signature(kind).parameters
+    changes = {key: shift for key in ("shift", "flow_shift") if shift is not None and key in accepted}
     if shift is not None and not changes:
         raise CodecError(f"--shift: {wanted} has no such setting")
-    if shift is not None and "use_flow_sigmas" in own and not settings.get("use_flow_sigmas"):
+    if shift is not None and "use_flow_sigmas" in accepted and not settings.get("use_flow_sigmas"):
         raise CodecError(f"--shift: {wanted} is not set for a flow, whose noise levels can be shifted")
     if not fits(levels := settings.get("num_train_timesteps", 1000), int) or not 0 < levels <= MOST_LEVELS:
         raise CodecError(f"{file}: num_train_timesteps is {levels!r}: expected a number from 1 to {MOST_LEVELS:,}")
     try:
-        made = kind.from_config({**settings, **changes})  # type: ignore[attr-defined]
+        result = kind.from_config({**settings, **changes})  # type: ignore[attr-defined]
     except Exception as error:  # any kind, of values that it does not check
         raise CodecError(f"{file}: a {wanted} cannot be built of it: {error}") from error
-    if made.config.get("use_dynamic_shifting"):
+    if result.config.get("use_dynamic_shifting"):
         raise CodecError(f"{file}: use_dynamic_shifting is not supported")
-    return made
+    return result

@@ -134,7 +134,7 @@ class STDiT(nn.Module):
 
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, 6 * dim)
-        self.told = nn.ModuleDict({"fps": TimestepEmbed(dim)})
+        self.conditions = nn.ModuleDict({"fps": TimestepEmbed(dim)})
         self.caption = MLP(config.caption_channels, dim, dim)
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
         self.blocks = nn.ModuleList(SpatialTemporal(config) for _ in range(config.depth))
@@ -159,7 +159,7 @@ class STDiT(nn.Module):
         assert height is not None
         assert width is not None
 
-        rate, t, clean, clean_t = self.told["fps"](fps), self.t_embed(timestep), None, None
+        rate, t, clean, clean_t = self.conditions["fps"](fps), self.t_embed(timestep), None, None
         cond = self.t_block(F.silu(t + rate))
         if x_mask is not None:
             clean_t = self.t_embed(torch.zeros_like(timestep))
@@ -182,7 +182,7 @@ class STDiT(nn.Module):
         """
         init_linear(self)
         init_modulation(self)
-        init_embeddings(self.t_embed, self.told, self.caption, self.t_block)
+        init_embeddings(self.t_embed, self.conditions, self.caption, self.t_block)
         init_zero(
             *text_outputs(self),
             *(m.temporal.attention.out for m in self.modules() if isinstance(m, SpatialTemporal)),

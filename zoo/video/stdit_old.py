@@ -81,10 +81,10 @@ class Temporal(nn.Module):
         clean: Tensor | None = None,
         x_mask: Tensor | None = None,
     ) -> Tensor:
-        _, _, gate, shift_mlp, scale_mlp, gate_mlp, *own = split_modulation(modulation, clean, x_mask)
+        _, _, gate, shift_mlp, scale_mlp, gate_mlp, *temporal = split_modulation(modulation, clean, x_mask)
         y = x if self.time_scale is None else add_time(x, self.time_scale)
-        if own:
-            shift, scale, gate = own
+        if temporal:
+            shift, scale, gate = temporal
             y = modulate(norm(y), shift, scale)
         x = x + gate * self.attention(y)
         x = x + self.cross(x, context, mask)
@@ -160,7 +160,7 @@ class OldSTDiT(nn.Module):
         self.t_embed = TimestepEmbed(dim)
         self.t_block = nn.Linear(dim, 6 * dim)
         self.t_block_temporal = nn.Linear(dim, 3 * dim) if v2 else None
-        self.told = SizeConditioning(dim) if v2 else None
+        self.conditions = SizeConditioning(dim) if v2 else None
         self.caption = MLP(config.caption_channels, dim, dim)
         self.embed = PatchEmbed(config.in_channels, dim, config.patch)
         self.blocks = nn.ModuleList(Layer(config, first=i == 0) for i in range(config.depth))
@@ -191,7 +191,7 @@ class OldSTDiT(nn.Module):
         assert context is not None
 
         size = x.shape[-2], x.shape[-1]
-        space, time = (0.0, 0.0) if self.told is None else self.told(**conditions)
+        space, time = (0.0, 0.0) if self.conditions is None else self.conditions(**conditions)
         if height is None or width is None:
             stride = torch.tensor([1 / config.space_scale], dtype=torch.float64, device=timestep.device)
             stride = stride.expand(len(timestep), 2)
@@ -222,7 +222,7 @@ class OldSTDiT(nn.Module):
         """Initialise every parameter in place, after ``to_empty`` too: as `STDiT.init_weights`."""
         init_linear(self)
         init_modulation(self)
-        init_embeddings(self.t_embed, self.told, self.caption, self.t_block, self.t_block_temporal)
+        init_embeddings(self.t_embed, self.conditions, self.caption, self.t_block, self.t_block_temporal)
         init_zero(
             *text_outputs(self),
             *(m.temporal.attention.out for m in self.modules() if isinstance(m, Layer)),

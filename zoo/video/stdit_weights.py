@@ -25,7 +25,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> nn.Module:
     blocks = "spatial_blocks.{}." if version == "v3" else "blocks.{}."
     try:
         hidden, in_channels, *patch = state["x_embedder.proj.weight"].shape
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "version": version,
             "hidden": hidden,
             "depth": count(state, blocks),
@@ -35,14 +35,14 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> nn.Module:
             "caption_channels": state["y_embedder.y_proj.fc1.weight"].shape[1],
         }
         if version != "v1":
-            found["heads"] = hidden // len(state[blocks.format(0) + "attn.q_norm.weight"])
+            values["heads"] = hidden // len(state[blocks.format(0) + "attn.q_norm.weight"])
     except KeyError as missing:
         raise ValueError(f"these weights are of another model; missing: {missing.args[0]}") from None
     if version == "v1" and "heads" not in overrides:
         if hidden != SIZES["v1-XL/2"]["hidden"]:
             raise ValueError(f"hidden={hidden} is not a published size of v1; pass heads=")
-        found["heads"] = SIZES["v1-XL/2"]["heads"]
-    config = Config(**{**found, **overrides})
+        values["heads"] = SIZES["v1-XL/2"]["heads"]
+    config = Config(**{**values, **overrides})
     model = build(config)
     for name, scale in (("pos_embed", config.space_scale), ("pos_embed_temporal", config.time_scale)):
         if name in state and state[name].shape[1] > 1 and abs(state[name][0, 1, 0] - math.sin(1 / scale)) > 1e-3:
@@ -65,10 +65,10 @@ def published_settings(config: Mapping[str, Any], pipeline: Mapping[str, Any]) -
     scales = ("space_scale", "time_scale") if version == "v1" else ("input_sq_size",)
     names = {key: key for key in ("depth", "in_channels", "caption_channels", *scales)}
     names |= {"hidden": "hidden_size", "heads": "num_heads", "patch": "patch_size", "learn_sigma": "pred_sigma"}
-    found = {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
-    if "patch" in found:
-        found["patch"] = tuple(found["patch"])
-    return {"version": version, **found}
+    values = {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
+    if "patch" in values:
+        values["patch"] = tuple(values["patch"])
+    return {"version": version, **values}
 
 
 def published_names(model: Any) -> Names:
@@ -106,14 +106,14 @@ OPEN_SORA = {
     "t_embed.mlp.down": "t_embedder.mlp.2",
     "t_block": "t_block.1",
     "t_block_temporal": "t_block_temp.1",
-    "told.size.mlp.up": "csize_embedder.mlp.0",
-    "told.size.mlp.down": "csize_embedder.mlp.2",
-    "told.ar.mlp.up": "ar_embedder.mlp.0",
-    "told.ar.mlp.down": "ar_embedder.mlp.2",
-    "told.length.mlp.up": "fl_embedder.mlp.0",
-    "told.length.mlp.down": "fl_embedder.mlp.2",
-    "told.fps.mlp.up": "fps_embedder.mlp.0",
-    "told.fps.mlp.down": "fps_embedder.mlp.2",
+    "conditions.size.mlp.up": "csize_embedder.mlp.0",
+    "conditions.size.mlp.down": "csize_embedder.mlp.2",
+    "conditions.ar.mlp.up": "ar_embedder.mlp.0",
+    "conditions.ar.mlp.down": "ar_embedder.mlp.2",
+    "conditions.length.mlp.up": "fl_embedder.mlp.0",
+    "conditions.length.mlp.down": "fl_embedder.mlp.2",
+    "conditions.fps.mlp.up": "fps_embedder.mlp.0",
+    "conditions.fps.mlp.down": "fps_embedder.mlp.2",
     "caption.up": "y_embedder.y_proj.fc1",
     "caption.down": "y_embedder.y_proj.fc2",
     "final.modulation.table": "final_layer.scale_shift_table",

@@ -279,15 +279,15 @@ def main(arguments: Sequence[str]) -> int:
     options.dir.mkdir(parents=True, exist_ok=True)
     try:
         with TemporaryDirectory(prefix=".unfinished-", dir=options.dir) as name:  # a fit that is ended leaves nothing
-            made = Path(name)
+            folder = Path(name)
             if options.pipeline:
-                save_pipeline(made, options.pipeline)
+                save_pipeline(folder, options.pipeline)
             else:
-                save_autoencoder(made / "vae")
-                save_text_encoder(made)
+                save_autoencoder(folder / "vae")
+                save_text_encoder(folder)
             if options.fit:
-                fit(made / "vae", options.fit, steps=options.steps)
-            shutil.copytree(made, options.dir, dirs_exist_ok=True)
+                fit(folder / "vae", options.fit, steps=options.steps)
+            shutil.copytree(folder, options.dir, dirs_exist_ok=True)
     except (CodecError, VideoError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

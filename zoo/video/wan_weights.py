@@ -22,7 +22,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
     if missing := [name for name in (NAMES["embed"] + ".weight", NAMES["caption.up"] + ".weight") if name not in state]:
         raise ValueError(f"not diffusers' Wan: no {', '.join(missing)}")
     hidden, channels, *patch = state[NAMES["embed"] + ".weight"].shape
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "hidden": hidden,
         "depth": count(state, "blocks.{}."),
         "heads": hidden // 128,
@@ -32,15 +32,15 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
         "frame_times": channels == 48,
     }
     if (out := state.get(NAMES["final.linear"] + ".bias")) is not None:
-        found["condition_channels"] = channels - len(out) // math.prod(patch)
+        values["condition_channels"] = channels - len(out) // math.prod(patch)
     if (image := state.get(NAMES["image.mlp.up"] + ".weight")) is not None:
-        found["image_channels"] = image.shape[1]
+        values["image_channels"] = image.shape[1]
     if (up := state.get("blocks.0.ffn.net.0.proj.weight")) is not None:
-        found["mlp"] = len(up)
-    found |= overrides
-    if not found["heads"]:
+        values["mlp"] = len(up)
+    values |= overrides
+    if not values["heads"]:
         raise ValueError(f"no Wan of hidden={hidden} was published: say how many heads it has, heads=")
-    model = Wan(Config(**found))
+    model = Wan(Config(**values))
     load(model, state, diffusers_names, ignore=[name for name in state if "norm_added_q" in name])
     return model
 

@@ -425,7 +425,7 @@ def test_families_of_many_kinds():
     assert sum(p.deletions.sum() for p in families) > 0
     likeness = [max((p.msa[0] == row).mean() for row in p.msa[1:]) for p in families]
     strength = uneven(families[0], torch.Generator().manual_seed(0))
-    contacts = coupled(families[0], apart=1)
+    contacts = coupled(families[0], least=1)
     assert torch.equal(strength, strength.T)
     assert (strength[contacts] > 0).all()
     assert 0 < ((strength > 0) & ~contacts).sum() < contacts.sum()

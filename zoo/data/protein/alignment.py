@@ -58,16 +58,16 @@ class Alignment:
         """One alignment for each chain, with the rows that have a residue in the chain."""
         if len(self.lengths) < 2:
             return [self]
-        found, start = [], 0
+        alignments, start = [], 0
         for length, copies in zip(self.lengths, self.copies):
             part = slice(start, start + length)
             rows = np.flatnonzero((self.msa[:, part] != GAP).any(1))
             names = tuple(self.names[i] for i in rows)
             mates = None if self.mates is None else tuple(self.mates[i] for i in rows)
             msa, deletions = (np.ascontiguousarray(x[rows, part]) for x in (self.msa, self.deletions))
-            found.append(Alignment(names, msa, deletions, self.source, copies=(copies,), mates=mates))
+            alignments.append(Alignment(names, msa, deletions, self.source, copies=(copies,), mates=mates))
             start += length
-        return found
+        return alignments
 
 
 def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, max_rows: int = 1_000_000) -> Alignment:
@@ -85,7 +85,7 @@ def read_alignment(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, 
         same: dict[bytes, list[Block]] = {}  # by query
         for block in blocks or [_block("", suffix, max_rows)]:
             same.setdefault(block.msa[0].tobytes(), []).append(block)
-        return _complex([_joined(own) for own in same.values()], _head(text), str(path))
+        return _complex([_joined(group) for group in same.values()], _head(text), str(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -132,13 +132,13 @@ def _joined(blocks: Sequence[Block]) -> Block:
 
 def _head(text: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The lengths of a complex's chains and the number of copies of each, if the file begins with them."""
-    found = re.match(r"#(\d+(?:,\d+)*)[ \t]+(\d+(?:,\d+)*)\s*\n", text)
-    if found is None:
+    head = re.match(r"#(\d+(?:,\d+)*)[ \t]+(\d+(?:,\d+)*)\s*\n", text)
+    if head is None:
         return None
-    lengths, copies = (tuple(map(int, group.split(","))) for group in found.groups())
+    lengths, copies = (tuple(map(int, group.split(","))) for group in head.groups())
     if len(lengths) != len(copies) or not all(lengths + copies):
         raise ValueError(
-            f"its first line is {found[0].strip()!r}: expected a length and a number of copies for each chain"
+            f"its first line is {head[0].strip()!r}: expected a length and a number of copies for each chain"
         )
     return lengths, copies
 
@@ -155,7 +155,7 @@ def _complex(blocks: Sequence[Block], head: tuple[tuple[int, ...], tuple[int, ..
             raise ValueError(f"its first line says chains of {said} residues, but its query has {block.msa.shape[1]}")
         parts = np.split(block.msa != GAP, np.cumsum(lengths)[:-1], axis=1)
         several = np.sum([part.any(1) for part in parts], axis=0) > 1
-        mates = tuple(f"{source}: row {i}" if own else None for i, own in enumerate(several))
+        mates = tuple(f"{source}: row {i}" if spans else None for i, spans in enumerate(several))
         return Alignment(*block, source, lengths, copies, mates)
     lengths = tuple(block.msa.shape[1] for block in blocks)
     starts = [0, *np.cumsum(lengths)]
@@ -183,7 +183,7 @@ def parse_fasta(text: str) -> tuple[list[str], list[str]]:
 def _stockholm(text: str) -> tuple[list[str], list[str]]:
     if not text.rstrip().endswith("//"):
         raise ValueError("not a Stockholm file, or cut off: no // at its end")
-    parts = Counter(found[1] for found in re.finditer(r"^([^#/\s]\S*)", text, re.MULTILINE))
+    parts = Counter(line[1] for line in re.finditer(r"^([^#/\s]\S*)", text, re.MULTILINE))
     if parts and (most := max(parts.values())) > MOST_PARTS:  # the time to join them grows with their square
         raise ValueError(f"one row is in {most} parts, and the limit is {MOST_PARTS}")
     try:
@@ -265,10 +265,10 @@ def _short(name: str) -> str:
 
 def species_of(name: str) -> str | None:
     """The species in the description of a row: UniRef's TaxID=, UniProt's OX= or the end of its entry name."""
-    if found := re.search(r"(?:\bTaxID=|\bOX=)(\d+)", name):
-        return found[1]
-    found = re.match(r"(?:sp|tr)\|[^|\s]+\|[A-Z0-9]+_([A-Z0-9]+)", name)
-    return found[1] if found else None
+    if match := re.search(r"(?:\bTaxID=|\bOX=)(\d+)", name):
+        return match[1]
+    match = re.match(r"(?:sp|tr)\|[^|\s]+\|[A-Z0-9]+_([A-Z0-9]+)", name)
+    return match[1] if match else None
 
 
 def describe_difference(query: str, sequence: str) -> str:

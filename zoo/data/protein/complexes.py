@@ -64,7 +64,7 @@ def as_a3m(protein: Protein) -> str:
     columns = np.concatenate([copies[0] for copies in places.values()])
     lines = []
     if len(columns) < len(protein) or len(places) > 1:
-        lengths, copies = zip(*((str(own.shape[1]), str(own.shape[0])) for own in places.values()))
+        lengths, copies = zip(*((str(residues.shape[1]), str(residues.shape[0])) for residues in places.values()))
         lines.append(f"#{','.join(lengths)}\t{','.join(copies)}")
     queries = "\t".join(str(101 + entity) for entity in places)
     for i in [0, *(1 + np.argsort(~protein.paired[1:], kind="stable"))]:
@@ -76,19 +76,19 @@ def as_a3m(protein: Protein) -> str:
 
 def _places(protein: Protein) -> dict[int, np.ndarray]:
     """The residues of each entity [copies, residues]."""
-    found = {}
+    residues = {}
     for entity in range(int(protein.entity_id.max()) + 1):
         copies = np.unique(protein.asym_id[protein.entity_id == entity])
-        found[entity] = np.stack([np.flatnonzero(protein.asym_id == copy) for copy in copies])
-    return found
+        residues[entity] = np.stack([np.flatnonzero(protein.asym_id == copy) for copy in copies])
+    return residues
 
 
 def _entity(alignment: Alignment, protein: Protein, places: dict[int, np.ndarray]) -> int:
     """The entity of a chain's alignment."""
-    found = [e for e, copies in places.items() if _same(alignment.msa[0], protein.msa[0, copies[0]])]
-    if not found:
+    entities = [e for e, copies in places.items() if _same(alignment.msa[0], protein.msa[0, copies[0]])]
+    if not entities:
         raise ValueError(_stranger(alignment, protein, places))
-    return found[0]
+    return entities[0]
 
 
 def _same(query: np.ndarray, sequence: np.ndarray) -> bool:

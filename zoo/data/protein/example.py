@@ -109,12 +109,12 @@ class Example:
         `msa` (int64), `deletions`, `msa_mask` (bool: no padding), `msa_target` (int64), `msa_weight` (1: to predict).
         """
         rows = range(self.rows) if rows is None else rows
-        own = slice(0, self.rows)
+        main = slice(0, self.rows)
         return {
             "msa": self._padded(self.hidden, rows, GAP),
-            "deletions": self._padded(self.protein.deletions[own].astype(np.float32), rows),
+            "deletions": self._padded(self.protein.deletions[main].astype(np.float32), rows),
             "msa_mask": self._padded(np.ones(self.hidden.shape, bool), rows),
-            "msa_target": self._padded(self.protein.msa[own].astype(np.int64), rows, GAP),
+            "msa_target": self._padded(self.protein.msa[main].astype(np.int64), rows, GAP),
             "msa_weight": self._padded(self.chosen.float(), rows),
         }
 
@@ -179,7 +179,7 @@ class Example:
         contact atom) and `template_seen` [n, r, 2]: the complete backbone was seen, the contact atom was seen.
         """
         n, r = self.templates, self.residues
-        found = {
+        inputs = {
             "template_sequence": torch.full((n, r), GAP), "template_backbone": torch.zeros(n, r, 3, 3),
             "template_beta": torch.zeros(n, r, 3), "template_seen": torch.zeros(n, r, 2, dtype=torch.bool),
         }  # fmt: skip
@@ -187,9 +187,9 @@ class Example:
         for i, template in enumerate(self.protein.templates[:n]):
             beta, seen = template.contact_atoms()
             seen = np.stack([template.resolved[:, frame].all(1), seen], 1)
-            for name, x in zip(found, (template.letters.astype(np.int64), template.positions[:, frame], beta, seen)):
-                found[name][i, : len(x)] = torch.from_numpy(x)
-        return found
+            for name, x in zip(inputs, (template.letters.astype(np.int64), template.positions[:, frame], beta, seen)):
+                inputs[name][i, : len(x)] = torch.from_numpy(x)
+        return inputs
 
     def couplings(self, rows: range | None = None, *, around: int = 0) -> dict[str, Tensor]:
         """Rows i of the coupling scores of pairs: `couplings` [i, j, k], zero for padding.
@@ -203,8 +203,8 @@ class Example:
         score = torch.from_numpy(self.protein.couplings)
         score = F.pad(score, (0, 1, 0, 1))  # the last residue stands for missing ones, with score zero
         steps = torch.from_numpy(self._along(around))  # [r, 2 around + 1]
-        told = score[steps[part, None, :, None], steps[None, :, None, :]].flatten(2)
-        return {"couplings": F.pad(told, (0, 0, 0, self.residues - told.shape[1], 0, len(rows) - len(told)))}
+        feature = score[steps[part, None, :, None], steps[None, :, None, :]].flatten(2)
+        return {"couplings": F.pad(feature, (0, 0, 0, self.residues - feature.shape[1], 0, len(rows) - len(feature)))}
 
     def _along(self, around: int) -> np.ndarray:
         """The places of the residues from -`around` to `around` along the chain of each residue [r, 2 around + 1].

@@ -66,19 +66,19 @@ def read_protein(
     most: the number of templates to read, the first that can be used; None: all.
     skip: called with the path and the reason for an alignment or a template that cannot be used, instead of an error.
     """
-    protein, found = read_structure(structure), list[Alignment]()
+    protein, usable = read_structure(structure), list[Alignment]()
     if not protein.contact_atoms()[1].any():
         raise ValueError(f"{structure}: no residue has a resolved Cβ (for glycine: Cα)")
     for path in alignments:
         try:
             read = read_alignment(path)
             refuse_stranger(protein, read)
-            found.append(read)
+            usable.append(read)
         except Exception as error:
             if skip is None:
                 raise
             skip(path, reason(error))
-    return with_templates(join(protein, found), templates, skip, most)
+    return with_templates(join(protein, usable), templates, skip, most)
 
 
 def with_templates(
@@ -88,17 +88,17 @@ def with_templates(
     most: int | None = None,
 ) -> Protein:
     """The protein with the first usable templates in the files, as in `read_protein`."""
-    found = list[Template]()
+    usable = list[Template]()
     for path in paths:
-        if len(found) == most:
+        if len(usable) == most:
             break
         try:
-            found.append(read_template(protein, path))
+            usable.append(read_template(protein, path))
         except Exception as error:
             if skip is None:
                 raise
             skip(path, reason(error))
-    return replace(protein, templates=tuple(found))
+    return replace(protein, templates=tuple(usable))
 
 
 def reason(error: Exception) -> str:

@@ -116,8 +116,9 @@ def _share_templates(proteins: Iterable[ProteinFiles], given: Iterable[Path]) ->
         for folder in parents - folders.keys():
             folders[folder] = _by_owner(path for path in folder.iterdir() if kind(path) and path.is_file())
         owners = {one.name, *map(stem, one.alignments)}
-        found = [p for place in (*(folders[f] for f in parents), named) for name in owners for p in place.get(name, [])]
-        one.templates = sorted({p.resolve(): p for p in found}.values(), key=lambda p: (p.name, p))
+        places = *(folders[folder] for folder in parents), named
+        candidates = [path for place in places for name in owners for path in place.get(name, [])]
+        one.templates = sorted({p.resolve(): p for p in candidates}.values(), key=lambda p: (p.name, p))
 
 
 def from_alignments(name: str, alignments: Sequence[Alignment]) -> Protein:
@@ -157,11 +158,11 @@ def _letters(i: int) -> str:
 
 def _by_owner(files: Iterable[Path]) -> dict[str, list[Path]]:
     """The templates among the files, by the name of their protein or chain."""
-    found: dict[str, list[Path]] = {}
+    templates: dict[str, list[Path]] = {}
     for path in files:
         if kind(path) == "structure" and (whose := template_owner(stem(path))):
-            found.setdefault(whose, []).append(path)
-    return found
+            templates.setdefault(whose, []).append(path)
+    return templates
 
 
 def _beside(protein: ProteinFiles) -> Iterable[Path]:

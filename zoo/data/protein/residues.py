@@ -123,15 +123,15 @@ def place_in_sequence(chain: str, names: list[str], seen: list[Residue], missing
     aligner.open_end_gap_score = aligner.extend_end_gap_score = 0
     ours, theirs = ("".join(one_letter(name) for name in all_) for all_ in (names, [r.name for r in seen]))
     alignment = aligner.align(ours, theirs)[0]
-    found = 0
+    count = 0
     for (start, end), (first, _) in zip(*alignment.aligned):
         for i in range(start, end):
             residue = seen[first + i - start]
             if residue.name != names[i]:
                 raise ValueError(f"residue {residue.name} {residue.id} of chain {chain} is {names[i]} in SEQRES")
-            placed[i], found = residue, found + 1
-    if found < len(seen):
-        raise ValueError(f"chain {chain}: {len(seen) - found} of {len(seen)} residues have no place in its SEQRES")
+            placed[i], count = residue, count + 1
+    if count < len(seen):
+        raise ValueError(f"chain {chain}: {len(seen) - count} of {len(seen)} residues have no place in its SEQRES")
     return placed
 
 

@@ -156,12 +156,12 @@ class PottsFamilies:
 _BATCH = 64
 
 
-def coupled(protein: Protein, apart: int = APART) -> Tensor:
-    """The mask [r, r] of residues in contact, without those nearer than `apart` along a chain."""
+def coupled(protein: Protein, least: int = APART) -> Tensor:
+    """The mask [r, r] of residues in contact, without those nearer than `least` along a chain."""
     position, seen = protein.contact_atoms()
     x, there = torch.from_numpy(position), torch.from_numpy(seen)
     chain, place = torch.from_numpy(protein.asym_id), torch.from_numpy(protein.residue_index)
-    far = (chain[:, None] != chain) | ((place[:, None] - place).abs() >= apart)
+    far = (chain[:, None] != chain) | ((place[:, None] - place).abs() >= least)
     return (distances(x, x) < CONTACT) & there[:, None] & there & far
 
 
@@ -172,7 +172,7 @@ def uneven(protein: Protein, random: torch.Generator) -> Tensor:
     belong to another state or to a partner. Weak contacts have to be inferred from their surroundings.
     """
     r = len(protein)
-    contacts = coupled(protein, apart=1).float()
+    contacts = coupled(protein, least=1).float()
     strength = (1.2 * torch.randn(r, r, generator=random)).exp() / 2
     others = torch.rand(r, r, generator=random) < 0.15 * contacts.sum() / r**2
     half = (strength * contacts.maximum(others.float())).triu(1)

@@ -52,8 +52,8 @@ def align(protein: Protein, other: Protein) -> Template:
         scores = {text: float(aligner.score(ours, text)) for text in theirs}
         chosen = max(scores, key=scores.__getitem__)
         best = max(best, scores[chosen])
-        own = aligner.score(ours, ours)
-        if scores[chosen] >= min(_ALIKE, own * (0.8 if len(ours) < _SHORT else 0.5)):
+        ideal = aligner.score(ours, ours)
+        if scores[chosen] >= min(_ALIKE, ideal * (0.8 if len(ours) < _SHORT else 0.5)):
             for (start, end), (first, _) in zip(*aligner.align(ours, chosen)[0].aligned):
                 source[at[start:end]] = theirs[chosen][first : first + end - start]
     if (source < 0).all():

@@ -26,10 +26,10 @@ from zoo.training.ranks import on_first_rank
 from zoo.training.show.clips import Clips, Pixels, decode
 from zoo.training.task import Baseline
 from zoo.training.tasks.video import Task
-from zoo.video.diffusion import seeded_noise
 from zoo.video.encoders import encode_start
 from zoo.video.linear_denoiser import linear_denoiser_loss
 from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
+from zoo.video.noise import seeded_noise
 
 SAMPLES = hash_seed("samples")
 BASELINE_CLIPS, BASELINE_SIZE = 12_000, 4096  # clips that a linear denoiser is fitted to; most values of a clip

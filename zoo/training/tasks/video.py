@@ -28,7 +28,9 @@ from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
 from zoo.training.task import Inputs
 from zoo.video.clean_frames import noised_frames
-from zoo.video.diffusion import IDDPM, RectifiedFlow, ddim, euler, seeded_noise, seeded_uniform, shift_at
+from zoo.video.diffusion import IDDPM, RectifiedFlow
+from zoo.video.noise import seeded_noise, seeded_uniform, shift_at
+from zoo.video.sampling import ddim, euler
 
 _VALIDATION = hash_seed("validation")
 
