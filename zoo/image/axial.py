@@ -40,7 +40,8 @@ from zoo.image.axial_layers import (
     SamplingCache,
     Shift,
 )
-from zoo.layers import expect, truncated_normal
+from zoo.init import truncated_normal
+from zoo.layers import expect
 
 SIZES: dict[str, dict[str, Any]] = {
     "imagenet32": {"hidden": 1536, "dropout": 0.04},

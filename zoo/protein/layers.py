@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo.attention import MAX_BATCH
-from zoo.layers import truncated_normal
+from zoo.init import truncated_normal
 
 MASKED = -(2.0**15)  # added to logits of masked elements: exp() gives zero, and half precision can represent it
 CHUNK = 2**28  # most elements of logits or outer products at once: 512 MiB in half precision

@@ -26,22 +26,15 @@ from einops import parse_shape, rearrange
 from torch import Tensor, nn
 
 from zoo.attention import SelfAttention
-from zoo.layers import (
+from zoo.init import init_like_dit
+from zoo.layers import LabelEmbed, ScaleShiftLinear, TimestepEmbed, expect, sincos
+from zoo.video.blocks import (
     Block,
     FinalLinear,
     FusedMLP,
-    LabelEmbed,
     ModulatedNorm,
     PatchEmbed,
-    ScaleShiftLinear,
-    TimestepEmbed,
     VideoConfig,
-    expect,
-    init_embeddings,
-    init_linear,
-    init_modulation,
-    init_zero,
-    sincos,
     unpatchify,
     video_inputs,
 )
@@ -189,10 +182,7 @@ class AxialVideo(nn.Module):
         Xavier, biases zero; the embeddings at std 0.02. The final layer and adaLN-Zero's linear layers, and with them
         all gates, start at zero.
         """
-        init_linear(self)
-        init_embeddings(self.t_embed, self.label_embed)
-        init_modulation(self)
-        init_zero(self.final.linear)
+        init_like_dit(self, embeddings=(self.t_embed, self.label_embed))
 
     def example_inputs(self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device; lengths in latent cells."""

@@ -29,17 +29,9 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from zoo.layers import (
-    MLP,
-    TimestepEmbed,
-    VideoConfig,
-    expect,
-    init_embeddings,
-    init_linear,
-    init_modulation,
-    init_zero,
-    video_inputs,
-)
+from zoo.init import init_like_dit
+from zoo.layers import MLP, TimestepEmbed, expect
+from zoo.video.blocks import VideoConfig, video_inputs
 from zoo.video.hunyuan_blocks import JOINT, Block, Final, Refiner, SingleBlock
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -172,10 +164,8 @@ class HunyuanVideo(nn.Module):
         Xavier in every matrix, biases zero; the MLPs of timestep, guidance and texts at std 0.02; modulation and the
         final layer start at zero.
         """
-        init_linear(self)
-        init_embeddings(self.t_embed, self.guidance, self.refiner.t_embed, self.pooled, self.refiner.mean)
-        init_modulation(self)
-        init_zero(self.final.linear)
+        refiner = self.refiner
+        init_like_dit(self, embeddings=(self.t_embed, self.guidance, refiner.t_embed, self.pooled, refiner.mean))
 
     def example_inputs(
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7

@@ -30,26 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.attention import SelfAttention
-from zoo.layers import (
-    MLP,
-    Block,
-    FinalLinear,
-    LabelEmbed,
-    PatchEmbed,
-    ScaleShiftLinear,
-    ScaleShiftTable,
-    TimestepEmbed,
-    VideoConfig,
-    expect,
-    init_embeddings,
-    init_linear,
-    init_modulation,
-    init_zero,
-    tensor_parallel,
-    text_outputs,
-    unpatchify,
-    video_inputs,
-)
+from zoo.init import init_like_dit
+from zoo.layers import MLP, LabelEmbed, ScaleShiftLinear, ScaleShiftTable, TimestepEmbed, expect, tensor_parallel
+from zoo.video.blocks import Block, FinalLinear, PatchEmbed, VideoConfig, unpatchify, video_inputs
 
 SIZES: dict[str, dict[str, Any]] = {
     f"{name}/{p}": {**size, "patch": (1, p, p)}
@@ -195,10 +178,7 @@ class Latte(nn.Module):
         Xavier, biases zero; the embeddings at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer,
         attention to text and adaLN-Zero's linear layers, and with them all gates, start at zero.
         """
-        init_linear(self)
-        init_embeddings(self.t_embed, self.caption, self.t_block, self.label_embed)
-        init_modulation(self)
-        init_zero(*text_outputs(self), self.final.linear)
+        init_like_dit(self, embeddings=(self.t_embed, self.caption, self.t_block, self.label_embed))
 
     def example_inputs(
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7

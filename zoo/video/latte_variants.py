@@ -15,7 +15,8 @@ Letters: `zoo/video/__init__.py`.
 from torch import Tensor, nn
 
 from zoo.attention import CrossAttention, SelfAttention
-from zoo.layers import MLP, FusedMLP, ModulatedNorm, add_time, modulate, norm, split_modulation
+from zoo.layers import MLP, add_time, modulate, norm, split_modulation
+from zoo.video.blocks import FusedMLP, ModulatedNorm
 from zoo.video.latte import Config, Latte, Modulation
 
 

@@ -14,24 +14,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from zoo.layers import (
-    FinalLinear,
-    LabelEmbed,
-    PatchEmbed,
-    ScaleShiftLinear,
-    TimestepEmbed,
-    check_shape,
-    expect,
-    init_embeddings,
-    init_linear,
-    init_modulation,
-    init_zero,
-    modulate,
-    split_modulation,
-    unpatchify,
-    video_inputs,
-)
+from zoo.init import init_embeddings, init_linear, init_modulation, init_zero
+from zoo.layers import LabelEmbed, ScaleShiftLinear, TimestepEmbed, expect, modulate, split_modulation
 from zoo.scan import at_least_float32
+from zoo.video.blocks import FinalLinear, PatchEmbed, check_shape, unpatchify, video_inputs
 
 
 @dataclass(frozen=True)

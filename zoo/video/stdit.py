@@ -22,24 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.attention import SelfAttention, check_heads
-from zoo.layers import (
-    MLP,
-    Block,
-    FinalLinear,
-    PatchEmbed,
-    ScaleShiftTable,
-    TimestepEmbed,
-    VideoConfig,
-    expect,
-    init_embeddings,
-    init_linear,
-    init_modulation,
-    init_zero,
-    tensor_parallel,
-    text_outputs,
-    unpatchify,
-    video_inputs,
-)
+from zoo.init import init_like_dit
+from zoo.layers import MLP, ScaleShiftTable, TimestepEmbed, expect, tensor_parallel
+from zoo.video.blocks import Block, FinalLinear, PatchEmbed, VideoConfig, unpatchify, video_inputs
 
 SIZES: dict[str, dict[str, Any]] = {
     "v1-XL/2": {"version": "v1", "hidden": 1152, "depth": 28, "heads": 16},
@@ -180,14 +165,8 @@ class STDiT(nn.Module):
         Xavier, biases zero; embeddings at std 0.02; scale-shift tables at std 1/sqrt(hidden). Temporal attention,
         attention to text and the final layer start at zero. (Open-Sora 1.2 starts from an image model instead.)
         """
-        init_linear(self)
-        init_modulation(self)
-        init_embeddings(self.t_embed, self.conditions, self.caption, self.t_block)
-        init_zero(
-            *text_outputs(self),
-            *(m.temporal.attention.out for m in self.modules() if isinstance(m, SpatialTemporal)),
-            self.final.linear,
-        )
+        temporal = [module.temporal.attention.out for module in self.modules() if isinstance(module, SpatialTemporal)]
+        init_like_dit(self, embeddings=(self.t_embed, self.conditions, self.caption, self.t_block), zero=temporal)
 
     def example_inputs(
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7

@@ -21,25 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.attention import CrossAttention, SelfAttention
+from zoo.init import init_like_dit
 from zoo.layers import (
     MLP,
-    FinalLinear,
-    PatchEmbed,
     ScaleShiftTable,
     TimestepEmbed,
     add_time,
     expect,
-    init_embeddings,
-    init_linear,
-    init_modulation,
-    init_zero,
     modulate,
     norm,
     split_modulation,
     tensor_parallel,
-    text_outputs,
-    unpatchify,
 )
+from zoo.video.blocks import FinalLinear, PatchEmbed, unpatchify
 from zoo.video.stdit import CONDITIONS, Config, stretch, video_conditions
 
 
@@ -220,14 +214,9 @@ class OldSTDiT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Initialise every parameter in place, after ``to_empty`` too: as `STDiT.init_weights`."""
-        init_linear(self)
-        init_modulation(self)
-        init_embeddings(self.t_embed, self.conditions, self.caption, self.t_block, self.t_block_temporal)
-        init_zero(
-            *text_outputs(self),
-            *(m.temporal.attention.out for m in self.modules() if isinstance(m, Layer)),
-            self.final.linear,
-        )
+        embeddings = self.t_embed, self.conditions, self.caption, self.t_block, self.t_block_temporal
+        temporal = [module.temporal.attention.out for module in self.modules() if isinstance(module, Layer)]
+        init_like_dit(self, embeddings, zero=temporal)
 
     def example_inputs(
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7

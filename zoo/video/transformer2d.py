@@ -25,29 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.attention import CrossAttention, SelfAttention
+from zoo.init import init_like_dit
 from zoo.layers import (
     MLP,
-    Block,
-    FinalLinear,
     LabelEmbed,
-    PatchEmbed,
     ScaleShiftTable,
     TimestepEmbed,
-    VideoConfig,
     add_time,
     expect,
-    init_embeddings,
-    init_linear,
-    init_modulation,
-    init_zero,
     modulate,
     norm,
     split_modulation,
     tensor_parallel,
-    text_outputs,
-    unpatchify,
-    video_inputs,
 )
+from zoo.video.blocks import Block, FinalLinear, PatchEmbed, VideoConfig, unpatchify, video_inputs
 
 SIZES: dict[str, dict[str, Any]] = {
     "720m": {"hidden": 1152, "depth": 28, "heads": 16},
@@ -216,14 +207,8 @@ class Transformer2D(nn.Module):
         Xavier, biases zero; the embedding MLPs at std 0.02; scale-shift tables at std 1/sqrt(hidden). The final layer
         and, in the stdit block, temporal and text attention start at zero. Low-rank attention initialises itself.
         """
-        init_linear(self)
-        init_embeddings(self.t_embed, self.caption, self.t_block, self.label_embed)
-        init_modulation(self)
-        init_zero(
-            *text_outputs(self),
-            *(m.temporal.attention.out for m in self.modules() if isinstance(m, STDiTLayer)),
-            self.final.linear,
-        )
+        temporal = [module.temporal.attention.out for module in self.modules() if isinstance(module, STDiTLayer)]
+        init_like_dit(self, embeddings=(self.t_embed, self.caption, self.t_block, self.label_embed), zero=temporal)
 
     def example_inputs(
         self, batch: int = 1, *, frames: int = 5, height: int = 8, width: int = 8, tokens: int = 7

@@ -38,25 +38,19 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from zoo.attention import CrossAttention, SoftmaxAttention, attend, turn
+from zoo.init import init_embeddings, init_linear, init_modulation, init_zero
 from zoo.layers import (
     MLP,
-    FinalLinear,
     ScaleShiftTable,
     TimestepEmbed,
-    VideoConfig,
     expect,
-    init_embeddings,
-    init_linear,
-    init_modulation,
-    init_zero,
     modulate,
     norm,
     sincos,
     split_modulation,
     tensor_parallel,
-    unpatchify,
-    video_inputs,
 )
+from zoo.video.blocks import FinalLinear, VideoConfig, unpatchify, video_inputs
 
 SIZES: dict[str, dict[str, Any]] = {
     "1.3B": {"hidden": 1536, "depth": 30, "heads": 12, "mlp": 8960},
