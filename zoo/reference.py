@@ -131,32 +131,38 @@ def weight_files(folder: Path, variant: str | None = None, stems: Sequence[str] 
     file of another name counts, too. `variant`: the weights saved as this variant, such as fp16. Safetensors that are
     not read are logged. Raises ValueError if there are no such weights, or shards are missing.
     """
-    tag = f".{variant}" if variant else ""
     safetensors = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    config = folder / "config.json"
-    diffusers = config.is_file() and "_class_name" in read_table(config)
-    candidates = [
-        folder / pattern.format(stem=stem, variant=tag)
-        for stem in stems or sorted(STEMS, reverse=not diffusers)
-        for pattern in STEMS[stem]
-    ]
+    candidates = _candidates(folder, f".{variant}" if variant else "", stems)
     first = next((path for path in candidates if path.is_file()), None)
     if first is None and not (stems or variant) and [bool(_PART.match(path.name)) for path in safetensors] == [False]:
         first = safetensors[0]
     if first is None:
-        weights = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".ckpt", ".safetensors"))
-        raise ValueError(
-            f"{folder} has no {' or '.join(path.name for path in candidates)}"
-            + (f", only {', '.join(weights)}" if weights else "")
-            + ": only safetensors are read; save_pretrained(folder) of a loaded model writes them. Name the file or "
-            "the index itself if it is another"
-        )
+        raise ValueError(_no_weights(folder, candidates))
     files = [first]
     if first.suffix == ".json":
         files += [folder / name for name in sorted(set(_index(first).values()))]
     if others := [path.name for path in safetensors if path not in files]:
         log.warning("%s: weights are read from %s; not read: %s", folder, first.name, ", ".join(others))
     return files
+
+
+def _candidates(folder: Path, tag: str, stems: Sequence[str]) -> list[Path]:
+    """The files that may be the weights or their index, the first choice first."""
+    config = folder / "config.json"
+    diffusers = config.is_file() and "_class_name" in read_table(config)
+    ordered = stems or sorted(STEMS, reverse=not diffusers)
+    return [folder / pattern.format(stem=stem, variant=tag) for stem in ordered for pattern in STEMS[stem]]
+
+
+def _no_weights(folder: Path, wanted: Iterable[Path]) -> str:
+    """The message for a folder that has none of the files `wanted`."""
+    weights = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".ckpt", ".safetensors"))
+    return (
+        f"{folder} has no {' or '.join(path.name for path in wanted)}"
+        + (f", only {', '.join(weights)}" if weights else "")
+        + ": only safetensors are read; save_pretrained(folder) of a loaded model writes them. Name the file or the "
+        "index itself if it is another"
+    )
 
 
 _PART = re.compile(rf"({'|'.join(STEMS)})\..+\.|.*-\d+-of-(?!0*1\b)\d+")  # a variant, or one shard of several

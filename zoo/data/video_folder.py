@@ -276,21 +276,7 @@ def _probe(path: Path, verify: bool) -> Video:
     """Read the times of a video's frames from its packets, and decode its first frame (with `verify`, all of them)."""
     container, stream = _open(path)
     with container:
-        tick, sizes = float(stream.time_base), (0, 0)
-        times: list[int] = []
-        keyframes: list[int] = []
-        decoded: list[int] = []
-        for packet in container.demux(stream):
-            if packet.size and not packet.is_discard:
-                times.append(packet.pts)
-                if packet.is_keyframe and packet.pts is not None:
-                    keyframes.append(packet.pts)
-            if verify or not decoded:
-                for frame in packet.decode():
-                    if verify and frame.is_corrupt:
-                        raise VideoError(f"frame {len(decoded)} is damaged")
-                    sizes = sizes if decoded else _upright(frame)
-                    decoded.append(frame.pts)
+        tick, (times, keyframes, decoded, sizes) = float(stream.time_base), _packets(container, stream, verify)
         rate, form = stream.average_rate, container.format.name  # cannot be read after the container is closed
     if not decoded:
         raise VideoError("no frame of it can be decoded")
@@ -308,6 +294,26 @@ def _probe(path: Path, verify: bool) -> Video:
     if form == "gif":
         keyframes = []  # a GIF frame is drawn over the ones before it
     return Video(path, places, sorted(set(keyframes)), tick, *sizes)
+
+
+def _packets(container: Any, stream: Any, verify: bool) -> tuple[list[int], list[int], list[int], tuple[int, int]]:
+    """The times of all frames, of keyframes and of those decoded, the first or all, and height and width."""
+    sizes = (0, 0)
+    times: list[int] = []
+    keyframes: list[int] = []
+    decoded: list[int] = []
+    for packet in container.demux(stream):
+        if packet.size and not packet.is_discard:
+            times.append(packet.pts)
+            if packet.is_keyframe and packet.pts is not None:
+                keyframes.append(packet.pts)
+        if verify or not decoded:
+            for frame in packet.decode():
+                if verify and frame.is_corrupt:
+                    raise VideoError(f"frame {len(decoded)} is damaged")
+                sizes = sizes if decoded else _upright(frame)
+                decoded.append(frame.pts)
+    return times, keyframes, decoded, sizes
 
 
 def _decode(video: Video, ticks: list[int], take: Callable[[int, Any], Any]) -> None:

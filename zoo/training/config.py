@@ -315,6 +315,11 @@ def _check_values(config: Config) -> None:
             raise UserError(f"{key}={value}: must be at most {metadata['most']}")
         if "length" in metadata and len(value) != metadata["length"]:
             raise UserError(f"{key}={value}: expected {metadata['length']} values")
+    _check_combinations(config)
+
+
+def _check_combinations(config: Config) -> None:
+    """Raise a UserError for values that are right one by one and do not fit together."""
     try:
         if not (config.parallel.auto and config.parallel.wire == "auto"):
             Wire.of(config.parallel.wire)

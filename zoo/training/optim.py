@@ -53,26 +53,31 @@ def optimizers(model: nn.Module, options: Optim, fused: bool = False) -> list[to
     2025), and leaves vectors and kernels of convolutions to AdamW. Muon and AdamW are torch's own; torch's Adafactor
     takes no sharded weights.
     """
+    groups, matrices = _groups(model, options.name == "muon")
+    betas, decay = (options.betas[0], options.betas[1]), options.weight_decay
+    chosen: list[torch.optim.Optimizer] = []
+    if groups:
+        if options.name == "adamw8bit":
+            chosen.append(adamw_8bit()(groups, options.lr, betas, options.eps, decay))
+        else:
+            fused = fused or all(p.is_cuda for group in groups for p in group["params"])
+            chosen.append(torch.optim.AdamW(groups, options.lr, betas, options.eps, decay, fused=fused))
+    if matrices:
+        chosen.append(torch.optim.Muon(matrices, options.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    return chosen
+
+
+def _groups(model: nn.Module, muon: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The groups of weights that AdamW gets, none of them empty, and those that Muon gets."""
     groups: list[dict[str, Any]] = []
     matrices: list[dict[str, Any]] = []
     for parameters in by_mesh(p for p in model.parameters() if p.requires_grad):
-        of_muon = [p for p in parameters if options.name == "muon" and p.ndim == 2]
-        others = [p for p in parameters if p.ndim > 1 and not (options.name == "muon" and p.ndim == 2)]
+        of_muon = [p for p in parameters if muon and p.ndim == 2]
+        others = [p for p in parameters if p.ndim > 1 and not (muon and p.ndim == 2)]
         vectors = [p for p in parameters if p.ndim <= 1]
         groups += [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
         matrices += [{"params": of_muon}] if of_muon else []
-    groups = [group for group in groups if group["params"]]  # with a second optimizer, torch takes no empty group
-    betas, decay = (options.betas[0], options.betas[1]), options.weight_decay
-    found: list[torch.optim.Optimizer] = []
-    if groups:
-        if options.name == "adamw8bit":
-            found.append(adamw_8bit()(groups, options.lr, betas, options.eps, decay))
-        else:
-            fused = fused or all(p.is_cuda for group in groups for p in group["params"])
-            found.append(torch.optim.AdamW(groups, options.lr, betas, options.eps, decay, fused=fused))
-    if matrices:
-        found.append(torch.optim.Muon(matrices, options.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-    return found
+    return [group for group in groups if group["params"]], matrices  # beside a second optimizer torch takes none empty
 
 
 def adamw_8bit() -> Any:

@@ -1,4 +1,4 @@
-"""What transformers of video share: their blocks, the embedding of patches, the last layer, their options and inputs.
+"""Parts that transformers of video share: blocks, the embedding of patches, the last layer, options and inputs.
 
 Letters: b batch, t frames, s patches of a frame (row by row), c channels, l text tokens.
 """
