@@ -46,7 +46,9 @@ def table(w):
 
 ZERO, ONE = (0, 0), (1, 0)
 BIAS = [(r".*\.bias", ZERO)]
-EMBEDDINGS = [(r"(t_embed|told\.\w+)\.mlp\.(up|down)\.weight|caption\.\w+\.weight|t_block.*weight|label_embed.*", 0.02)]
+EMBEDDINGS = [
+    (r"(t_embed|conditions\.\w+)\.mlp\.(up|down)\.weight|caption\.\w+\.weight|t_block.*weight|label_embed.*", 0.02)
+]
 DIT = [*BIAS, (r".*modulation\.linear.*|final\.linear.*", ZERO), *EMBEDDINGS, (r".*weight", xavier)]
 PIXART = [*BIAS, (r"final\.linear.*|.*cross\.out\..*", ZERO), (r".*modulation\.table", table), *EMBEDDINGS]
 OPEN_SORA = [(r".*temporal\.attention\.out\..*", ZERO), (r".*[qk]_norm.*", ONE), *PIXART, (r".*weight", xavier)]

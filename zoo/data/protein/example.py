@@ -129,20 +129,21 @@ class Example:
         }
 
     def single(self) -> dict[str, Tensor]:
-        """The features of each residue [r], int64, and `mask`, bool: `sequence`, `residue_index`, `asym_id`.
-
-        `entity_id`, and `sym_id`, which copy of its entity the chain is, are for models that read them.
-        """
+        """The features of each residue: `sequence`, `residue_index`, `asym_id` [r] int64 and `mask` [r] bool."""
         protein, missing = self.protein, self.residues - len(self.protein)
         values = {
             "sequence": (torch.from_numpy(protein.msa[0].astype(np.int64)), UNKNOWN),
             "residue_index": (torch.from_numpy(protein.residue_index), 0),
             "asym_id": (torch.from_numpy(protein.asym_id), 0),
-            "entity_id": (torch.from_numpy(protein.entity_id), 0),
-            "sym_id": (torch.from_numpy(protein.copies()), 0),
             "mask": (torch.ones(len(protein), dtype=torch.bool), False),
         }
         return {name: F.pad(value, (0, missing), value=fill) for name, (value, fill) in values.items()}
+
+    def entities(self) -> dict[str, Tensor]:
+        """The entity of each residue, and which copy of it the chain is: `entity_id` and `sym_id` [r] int64."""
+        missing, protein = self.residues - len(self.protein), self.protein
+        values = {"entity_id": protein.entity_id, "sym_id": protein.copies()}
+        return {name: F.pad(torch.from_numpy(value), (0, missing)) for name, value in values.items()}
 
     def pairs(self, rows: range | None = None) -> dict[str, Tensor]:
         """Rows i of all pairs [i, j]: `bins` of distance (int64), `pair_weight` (0 if either residue was not seen).

@@ -45,6 +45,7 @@ class Show(task.Show):
     def predict(self, model: Callable[..., Any], example: Example, device: torch.device, **options: Any) -> Predicted:
         given = example.alignment() | example.single() | (example.extra_alignment() if self.task.shape["extra"] else {})
         given |= example.couplings(around=self.config.data.around) if self.task.features else {}
+        given |= example.entities() if "entity_id" in self.task.inputs else {}
         given |= example.relatives() if self.task.templates else {}
         inputs = {name: given[name][None].to(device) for name in self.task.inputs if name in given}
         with torch.no_grad():

@@ -206,8 +206,9 @@ class Task(task.Task):
         inputs: Inputs = {**divided("rows", Example.alignment), **divided("residues", Example.pairs)}
         if self.features:
             inputs |= divided("residues", partial(Example.couplings, around=self.config.data.around))
-        single = stacked(Example.single)
-        inputs |= {name: x for name, x in single.items() if name in self.inputs} | {"recycles": recycles}
+        inputs |= {**stacked(Example.single), "recycles": recycles}
+        if "entity_id" in self.inputs:
+            inputs |= stacked(Example.entities)
         if self.templates:
             inputs |= stacked(Example.relatives)
         if self.folds:
