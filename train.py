@@ -194,7 +194,7 @@ def loop(run: Run) -> bool:
     batch = partial(user_error, run.task.batch, run.objective, group=group, groups=groups, alone=True)
     before = ranks.on_first_rank(lambda: run.tracker.elapsed if run.tracker else 0.0)
     meter = Meter(config, dist.get_world_size(), run.device, before)
-    made = meter.waiting(batches(run.task, batch, wanted, config.train.workers, config.train.prefetch))
+    loaded = meter.waiting(batches(run.task, batch, wanted, config.train.workers, config.train.prefetch))
     step = saved = run.start
     try:
         assess(run, step)
@@ -203,7 +203,7 @@ def loop(run: Run) -> bool:
             tokens, plan = run.task.batch_tokens(bucket), plan_of(run, bucket)
             each = config.train.accumulation * groups
             with run.profiler.step(step), meter.step(tokens * each, plan.flops_model * each):
-                values, stopping = train_step(run, step, made)
+                values, stopping = train_step(run, step, loaded)
             if step % config.log.every == 0 or step in (run.start + 1, steps):
                 values |= meter.read(steps - step) | run.profiler.shares | {"comm_bytes": step_bytes(config, plan)}
                 ranks.say(log_line(step, steps, values))
@@ -226,7 +226,7 @@ def loop(run: Run) -> bool:
         sound = run.saver.leave_sound(run.guard, partial(kept, run))
         raise UserError(f"{error}; {sound}. A lower optim.lr or a longer optim.warmup may help") from None
     finally:
-        made.close()
+        loaded.close()
         run.saver.abandon()
     run.saver.wait()
     for line in closing(run) if run.tracker else ():

@@ -18,7 +18,7 @@ from zoo.protein.metrics import RANGES, range_of_pairs
 
 __all__ = ["ContactMap", "save_contact_maps", "write_contacts", "write_probabilities", "write_scores"]
 
-HIT, MISS, FOUND, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
+HIT, MISS, LISTED, OVERLOOKED = (23, 142, 84), (214, 69, 65), (23, 142, 84), (120, 130, 142)
 PAPER, INK, UNSEEN, LINE, NEAR = (255, 255, 255), (40, 44, 52), (238, 238, 240), (70, 110, 190), (208, 213, 219)
 LIKELY = (52, 96, 178)  # the L most likely pairs where no truth is known
 SHADE = np.array([150, 178, 224])  # colour of probability 1 outside the L most likely pairs
@@ -67,7 +67,7 @@ class ContactMap:
         paint(upper & there, SHADE, strength)
         paint(contact.tril(-1), NEAR)
         paint(contact & counted.T, OVERLOOKED)
-        paint(contact & counted.T & top.T, FOUND)
+        paint(contact & counted.T & top.T, LISTED)
         paint(top & contact, HIT, FAINT + (1 - FAINT) * strength)
         paint(top & ~contact, MISS if known else LIKELY, FAINT + (1 - FAINT) * strength)
         paint(~there, UNSEEN)

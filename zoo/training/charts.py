@@ -93,8 +93,8 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 def _ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [v for d in decades for v in (1 * 10.0**d, 2 * 10.0**d, 5 * 10.0**d) if low <= v <= high]
-        return found if len(found) <= 7 else [v for v in found if math.log10(v) % 1 < 1e-9]
+        ticks = [v for d in decades for v in (1 * 10.0**d, 2 * 10.0**d, 5 * 10.0**d) if low <= v <= high]
+        return ticks if len(ticks) <= 7 else [v for v in ticks if math.log10(v) % 1 < 1e-9]
     step = 10.0 ** math.floor(math.log10(high - low or 1))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if (high - low) / s <= 6)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -101,7 +101,7 @@ class Keeping:
         places = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(inputs + outputs)}
         return [(places.get(key), saved) for key, saved in self.kept[self.path].items()]
 
-    def again(self, log: list[tuple[int | None, Saved]], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def repeated(self, log: list[tuple[int | None, Saved]], inputs: list[Tensor], outputs: list[Tensor]) -> None:
         tensors = inputs + outputs
         for place, saved in log:
             storage = None if place is None else tensors[place].untyped_storage()
@@ -115,8 +115,8 @@ class Keeping:
         for path, saved in self.kept.items():
             held.setdefault(tuple(call for call in path if call[0] in modules), {}).update(saved)
         for path, saved in self.given.items():
-            *outer, own = (*(call for call in path[:-1] if call[0] in modules), path[-1])
-            if own[0] in modules:
+            *outer, inner = (*(call for call in path[:-1] if call[0] in modules), path[-1])
+            if inner[0] in modules:
                 held[tuple(outer)].update(saved)
 
         def opened(at: tuple[Call, ...]) -> dict[Any, Saved]:
@@ -141,5 +141,5 @@ def saved_for_backward(task: Task, dtype: torch.dtype, *, twins: bool = True) ->
     ways = recomputed_modules(objective.model)
     keeping, stages = Keeping(objective, frozenset(itertools.chain(*ways.values()))), ways["stages"] if twins else ()
     with saved_tensors_hooks(keeping.save, lambda tensor: tensor):
-        dsp.without_data(objective, kwargs=inputs, stages=stages, ran=keeping.first, repeated=keeping.again)
+        dsp.without_data(objective, kwargs=inputs, stages=stages, ran=keeping.first, repeated=keeping.repeated)
     return {way: keeping.where_recomputed(frozenset(modules)) for way, modules in ways.items()}

@@ -82,7 +82,7 @@ def objective_of(path: Path) -> dict[str, Any]:
         options = cfg.saved(locate(path)[0] / "config.yaml")
         objective = {key.removeprefix("objective."): v for key, v in options.items() if key.startswith("objective.")}
         parts = Parts(str(options.get("data.name")), options.get("task"))
-        if parts.own is not None:  # the zoo's, which says what the model predicts
+        if parts.builtin is not None:  # the zoo's, which says what the model predicts
             settings = parts.module.Objective(**objective)
             objective |= {"prediction": settings.predicts} if hasattr(settings, "predicts") else {}
         return objective

@@ -82,16 +82,16 @@ def description(path: Path, name: str) -> dict[str, Any]:
     folder = path.parent if path.is_file() else path / "transformer" if (path / "transformer").is_dir() else path
     if not (folder / "config.json").exists():
         return {}
-    found = read_table(folder / "config.json")
-    if "zoo" in found:
-        if found["zoo"] != name:
-            raise ValueError(f"{folder / 'config.json'} is of a {found['zoo']}, and model.name={name}")
-        if not isinstance(found.get("config"), dict):
+    table = read_table(folder / "config.json")
+    if "zoo" in table:
+        if table["zoo"] != name:
+            raise ValueError(f"{folder / 'config.json'} is of a {table['zoo']}, and model.name={name}")
+        if not isinstance(table.get("config"), dict):
             raise ValueError(f"{folder / 'config.json'} names a model of the zoo, but has no table config")
-        return found["config"]
+        return table["config"]
     index = folder.parent / "model_index.json"
     try:
-        return zoo.registry.published_settings(name, found, read_table(index) if index.is_file() else {})
+        return zoo.registry.published_settings(name, table, read_table(index) if index.is_file() else {})
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 

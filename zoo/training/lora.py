@@ -63,11 +63,11 @@ def base_of(model: nn.Module) -> str:
             sums[plain_name(name)] = local.bfloat16().view(torch.int16).sum(dtype=torch.int64)
             if isinstance(p, DTensor):
                 shards = prod(p.device_mesh.size(i) for i, place in enumerate(p.placements) if place.is_shard())
-    found = torch.stack(list(sums.values())).cpu()
+    digests = torch.stack(list(sums.values())).cpu()
     if shards > 1:
-        dist.all_reduce(found)  # counts a shard once for each of its copies
-        found //= dist.get_world_size() // shards
-    listed = sorted(zip(sums, found.tolist()))
+        dist.all_reduce(digests)  # counts a shard once for each of its copies
+        digests //= dist.get_world_size() // shards
+    listed = sorted(zip(sums, digests.tolist()))
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
 
@@ -75,10 +75,10 @@ def layers(model: nn.Module, kind: type[nn.Module] | None = None) -> dict[str, A
     """The linear layers with an adapter by name, or with `kind` all layers of this kind, those under adapters too."""
     if kind is None:
         return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    found = {
+    wanted = {
         name: module for name, module in model.named_modules() if isinstance(module, kind) and ".lora_" not in name
     }
-    return {name.removesuffix(".base_layer"): module for name, module in found.items()}
+    return {name.removesuffix(".base_layer"): module for name, module in wanted.items()}
 
 
 def plain_name(name: str) -> str:

@@ -76,25 +76,25 @@ class Meter:
         """The record of the steps since the last read; `left`: steps to come. Collective."""
         sums = self.sums if self.sums.steps or self.first is None else self.first
         wait = ranks.greatest(sums.waited / sums.seconds)  # of the rank that waited longest
-        found = {
+        averages = {
             "seconds_per_step": sums.seconds / sums.steps, "tokens_per_s": sums.tokens / sums.seconds,
             "data_wait": min(wait, 1.0), "memory_bytes": int(ranks.greatest(ranks.peak_memory(self.device))),
             "elapsed": self.elapsed,
         }  # fmt: skip
         if self.peak:
-            found["mfu"] = sums.flops / sums.seconds / self.peak
+            averages["mfu"] = sums.flops / sums.seconds / self.peak
         self.done, self.sums = self.done + self.sums.steps, Sums()
         if self.done:
-            found["eta"] = (time.perf_counter() - self.settled) / self.done * left
-        return found
+            averages["eta"] = (time.perf_counter() - self.settled) / self.done * left
+        return averages
 
 
 def peak_flops(config: Any, device: torch.device) -> float | None:
     """FLOP/s of one rank's device by its data sheet: the configured one, or by the GPU's name; None if not known."""
     name = config.hardware.device
     if name is None and device.type == "cuda":
-        told = torch.cuda.get_device_name(device).lower()
-        name = next((known for known in dsp.hardware.ACCELERATORS if known in told), None)
+        gpu = torch.cuda.get_device_name(device).lower()
+        name = next((known for known in dsp.hardware.ACCELERATORS if known in gpu), None)
     if name not in dsp.hardware.ACCELERATORS:
         return None
     return dsp.hardware.accelerator(name, dtype=compute_dtype(config), products=1.0).flops

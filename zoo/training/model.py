@@ -55,10 +55,10 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
 def refuse_parameters_of_its_own(objective: nn.Module, model: nn.Module) -> None:
     """Raise UserError for an objective with parameters that are not the model's: they would get no values."""
     known = {id(p) for p in model.parameters()}
-    if own := [name for name, p in objective.named_parameters() if id(p) not in known]:
+    if strangers := [name for name, p in objective.named_parameters() if id(p) not in known]:
         raise UserError(
-            f"{type(objective).__name__} has parameters that are not the model's: {', '.join(own[:3])}. The trainer "
-            "initialises, shards and saves only those of the model: put the module that has them into the model"
+            f"{type(objective).__name__} has parameters that are not the model's: {', '.join(strangers[:3])}. The "
+            "trainer initialises, shards and saves only those of the model: put the module that has them into the model"
         )
 
 
@@ -175,9 +175,9 @@ def initialize(model: nn.Module, task: Task, device: torch.device, weights: torc
     """
     model.to_empty(device=weights or device)
     torch.manual_seed(task.config.train.seed)
-    made: list[nn.Module] = []
-    on_first_rank(lambda: made.append(initial.source(task)))
-    source = made[0] if made else None
+    built: list[nn.Module] = []
+    on_first_rank(lambda: built.append(initial.source(task)))
+    source = built[0] if built else None
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     kinds = {name: value.dtype for name, value in model.state_dict().items()}
     state = {name: value.to(kinds[name]) for name, value in source.state_dict().items()} if source else {}

@@ -114,10 +114,10 @@ def skipping(optimizer: Any, taken: Tensor | None) -> None:
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters by mesh, for operations on several: weights sharded by a method are on sp, others on FSDP's mesh."""
-    found: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
-        found.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-    return list(found.values())
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(groups.values())
 
 
 def average_cut(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -41,7 +41,7 @@ class Parts:
     task: str | None = None
 
     @property
-    def own(self) -> str | None:
+    def builtin(self) -> str | None:
         """Name of the trainer's own task; None for a task from outside."""
         name = self.task or TASKS.get(self.data, "video")
         return name if name in TASKS.values() else None
@@ -49,22 +49,24 @@ class Parts:
     @cached_property
     def module(self) -> Any:
         """The module of the task; zoo/training/task.py says what it holds."""
-        if self.own is None:
+        if self.builtin is None:
             there = user_error(outside, self.task, "zoo.tasks", prefix="task: ")
-            found: Any = SimpleNamespace(**{**OPTIONAL, **vars(there)})
-            complete(found, Module, f"task={self.task}")
-            return found
-        found = user_error(importlib.import_module, f"zoo.training.tasks.{self.own}", prefix=f"task {self.own}: ")
-        complete(found, Module, f"zoo/training/tasks/{self.own}.py")
-        return found
+            members: Any = SimpleNamespace(**{**OPTIONAL, **vars(there)})
+            complete(members, Module, f"task={self.task}")
+            return members
+        members = user_error(
+            importlib.import_module, f"zoo.training.tasks.{self.builtin}", prefix=f"task {self.builtin}: "
+        )
+        complete(members, Module, f"zoo/training/tasks/{self.builtin}.py")
+        return members
 
     @cached_property
     def shown(self) -> Any:
         """The module with `Show` and `Infer`; of a task from outside the task's own module."""
-        if self.own is not None:
-            found = importlib.import_module(f"zoo.training.show.{self.own}")
-            complete(found, Shown, f"zoo/training/show/{self.own}.py")
-            return found
+        if self.builtin is not None:
+            module = importlib.import_module(f"zoo.training.show.{self.builtin}")
+            complete(module, Shown, f"zoo/training/show/{self.builtin}.py")
+            return module
         return self.module
 
     @cached_property
@@ -73,12 +75,12 @@ class Parts:
         if self.data in self.module.DATA:
             return self.module.DATA[self.data]
         if self.data in TASKS:
-            where = f"zoo/training/tasks/{self.own}.py" if self.own else f"task={self.task}"
+            where = f"zoo/training/tasks/{self.builtin}.py" if self.builtin else f"task={self.task}"
             raise UserError(f"data.name={self.data}: {where} has no entry of that name in its DATA")
-        found = user_error(outside, self.data, "zoo.data", prefix="data.name: ")
-        if not (isinstance(found, type) and is_dataclass(found)):
+        kind = user_error(outside, self.data, "zoo.data", prefix="data.name: ")
+        if not (isinstance(kind, type) and is_dataclass(kind)):
             raise UserError(f"data.name={self.data} is not a dataclass; expected options with a method datasets(seed)")
-        if all(f.name != "name" for f in fields(found)):
+        if all(f.name != "name" for f in fields(kind)):
             named = ("name", str, option(self.data, "the data set"))
-            found = make_dataclass(found.__name__, [named], bases=(found,), namespace={"__doc__": found.__doc__})
-        return found
+            kind = make_dataclass(kind.__name__, [named], bases=(kind,), namespace={"__doc__": kind.__doc__})
+        return kind

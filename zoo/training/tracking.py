@@ -37,8 +37,8 @@ def names_of(directory: Path) -> dict[str, list[str]]:
     if not path.exists():
         return {}
     try:
-        found = read_json(path, 1 << 30, each=2)
-        return {which: [*map(str, found[which])] for which in dict.fromkeys(("train", "validation", *found))}
+        table = read_json(path, 1 << 30, each=2)
+        return {which: [*map(str, table[which])] for which in dict.fromkeys(("train", "validation", *table))}
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path}: expected the lists train and validation, got {one_line(error)}") from error
 
@@ -260,7 +260,7 @@ def label(key: str) -> str:
     ['short P@L/5', 'lDDT-Cβ', 'loss msa', 'masked accuracy']
     """
     name = re.sub(
-        r"_p_at_l(\d*)$", lambda found: " P@L" + (f"/{found[1]}" if found[1] else ""), key.removeprefix("val_")
+        r"_p_at_l(\d*)$", lambda match: " P@L" + (f"/{match[1]}" if match[1] else ""), key.removeprefix("val_")
     )
     name = name.replace("lddt_ca", "lDDT-Cα").replace("lddt_cb", "lDDT-Cβ").replace("rmsd", "RMSD")
     return re.sub("(?<!loss_)lddt", "LDDT" if name == "plddt" else "lDDT", name).replace("_", " ")

@@ -78,8 +78,8 @@ def load_model(
 def say_written(files: Sequence[Path], before: Collection[Path]) -> None:
     """Say of each file that it was written, or that it replaced one that was there before; of many, how many."""
     if len(files) > NAMED:
-        again = sum(path in before for path in files)
-        replaced = f", of which {again} replaced one" if again else ""
+        replacing = sum(path in before for path in files)
+        replaced = f", of which {replacing} replaced one" if replacing else ""
         ranks.say(f"wrote {len(files)} files to {files[0].parent}{replaced}")
         return
     for path in files:
@@ -88,15 +88,15 @@ def say_written(files: Sequence[Path], before: Collection[Path]) -> None:
 
 def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:
     """A function that shows the progress of a long job on rank 0: in one line on a terminal, else now and then."""
-    began = told = clock()
+    began = said = clock()
     first, terminal = dist.get_rank() == 0, sys.stderr.isatty()
 
     def on_step(step: int, steps: int) -> None:
-        nonlocal told
+        nonlocal said
         now = clock()
-        if not first or not (terminal or now - told > QUIET):
+        if not first or not (terminal or now - said > QUIET):
             return
-        told, left = now, duration((now - began) / step * (steps - step))
+        said, left = now, duration((now - began) / step * (steps - step))
         begin, end = ("\r", "\n" if step == steps else "") if terminal else ("", "\n")
         print(f"{begin}{step}/{steps}  {left} left ", end=end, file=sys.stderr, flush=True)
 
@@ -125,9 +125,9 @@ def asked(parser: ArgumentParser, options: Mapping[str, Any], but: str) -> Names
     known = {action.dest: action.default for action in parser._actions if action.dest not in ("help", but)}
     if unknown := sorted(options.keys() - known.keys()):
         raise UserError(f"sample: no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    found = Namespace(**{name: value for name, value in known.items() if value != SUPPRESS} | dict(options))
-    found.out = found.out and Path(found.out)
-    return found
+    chosen = Namespace(**{name: value for name, value in known.items() if value != SUPPRESS} | dict(options))
+    chosen.out = chosen.out and Path(chosen.out)
+    return chosen
 
 
 class Run:

@@ -44,7 +44,7 @@ VOLUME = [
 ]  # fmt: skip
 CHARGE = {"K": 1.0, "R": 1.0, "D": -1.0, "E": -1.0}
 SIGNS = (1.0, -1.0, -1.0)  # like attracts like in hydropathy; unlike attracts unlike in charge and volume
-APART = 3  # least separation of coupled residues along a chain
+SEPARATION = 3  # least separation of coupled residues along a chain
 FIELD = 0.8  # standard deviation of the fields
 
 
@@ -156,7 +156,7 @@ class PottsFamilies:
 _BATCH = 64
 
 
-def coupled(protein: Protein, least: int = APART) -> Tensor:
+def coupled(protein: Protein, least: int = SEPARATION) -> Tensor:
     """The mask [r, r] of residues in contact, without those nearer than `least` along a chain."""
     position, seen = protein.contact_atoms()
     x, there = torch.from_numpy(position), torch.from_numpy(seen)
