@@ -60,6 +60,7 @@ class Task(task.Task):
         self.templates = getattr(data, "templates", 0)  # of each protein; drawn families have none
         self.shape["templates"] = self.templates
         self.folds = False  # whether the model predicts a structure; known once it is made
+        self.inputs: list[str] = []  # of the model's forward, by name; known once it is made
         self.features = (2 * data.around + 1) ** 2 if data.couplings else 0  # couplings given of each pair
 
     def open(self) -> None:
