@@ -204,13 +204,13 @@ class Walk:
 
     def write(self, target: Ref, layout: Layout) -> None:
         """Note a write in place: a tensor stays in the layout in which it was written, and other copies are out of
-        date."""
+        date. A gradient that arrives later goes to what was there before if the node brings it there."""
         copies = self.copies[target.base]
         if target.maker is None and layout in copies:
-            self.cuts[target], first = layout, copies[layout]
+            self.cuts[target] = layout
         else:
-            first = next(iter(copies.values()))
-        self.copies[target.base] = {first.layout: first}
+            layout = next(iter(copies))
+        self.copies[target.base] = {layout: Copy(layout)}
 
     def give(self, node: Node, offer: Offer) -> None:
         """Note the results of a node, in the layouts to which it switches them."""
