@@ -36,7 +36,7 @@ FAILED = (
 )
 SHORT = 8  # a tensor counts as short if it is this many times shorter than a rank's share of the longest of all
 JOINS = frozenset({"cat", "concat", "concatenate"})
-COMBINATIONS = 256  # of layouts to try; if there are more, only those in which one dim is cut everywhere
+COMBINATIONS = 256  # of layouts to try; if there are more, only those that cut all operands along one dim, or not
 
 
 class ShardingRules:
@@ -157,10 +157,7 @@ class Combinations:
         node, layouts = self.node, self.layouts(only_small)
         if any(not k for k in layouts):
             self.refusal = self.refusal or GlueError("no dim of it can be sharded")
-        combinations: Any = itertools.product(*layouts)
-        if math.prod(map(len, layouts)) > COMBINATIONS:
-            combinations = [(c,) * len(layouts) for c in layouts[0] if all(c in k for k in layouts)]
-        for combination in combinations:
+        for combination in self.combinations(layouts):
             layout = dict(zip(node.bases, combination))
             written = node.in_place and node.operands[0] in node.refs
             if written and any(combination) and layout[node.refs[0].base] is None:
@@ -171,6 +168,24 @@ class Combinations:
                     self.attempt(layout, side_by_side=True)
             elif all(v.replicable for v in node.bases):
                 self.offers.append(replicated(node, len(node.results)))
+
+    def combinations(self, layouts: list[list[Layout]]) -> Iterable[tuple[Layout, ...]]:
+        """Those of the layouts of the bases that are tried."""
+        if math.prod(map(len, layouts)) <= COMBINATIONS:
+            return itertools.product(*layouts)
+        along = dict.fromkeys(p for v, cuts in zip(self.node.bases, layouts) for c in cuts for p in self.places(v, c))
+        alike = [
+            [[c for c in cuts if c is None or p in self.places(v, c)] for v, cuts in zip(self.node.bases, layouts)]
+            for p in along
+        ]
+        if sum(math.prod(map(len, few)) for few in alike) > COMBINATIONS:
+            alike = [[cuts[:1] for cuts in few] for few in alike]  # whatever has the dim is cut along it
+        return dict.fromkeys(itertools.chain.from_iterable(itertools.product(*few) for few in alike))
+
+    def places(self, base: Base, layout: Layout) -> list[tuple[int, Any]]:
+        """The dims, counted from the last, and folds along which a base in this layout cuts the operands."""
+        cuts = ((t, t.cut_under(layout)) for t in self.node.refs if t.base is base)
+        return [(cut.dim - t.ndim, cut.outer) for t, cut in cuts if cut is not None]
 
     def layouts(self, only_small: bool) -> list[list[Layout]]:
         """The layouts of each of the node's bases; see `combine`."""

@@ -136,3 +136,24 @@ def test_a_narrow_branch_is_switched_instead_of_the_residual_stream() -> None:
     plan = dsp.plan(Narrow(), (torch.randn(1, 12, 12, 32),), size=3, gather_output=False)
     branch = 12 * 12 * 8 * 4 * 2 // 9  # a fourth of the stream
     assert (plan.bytes["forward"], plan.calls["forward"]) == (5 * branch, 5)
+
+
+class Joint(nn.Module):
+    """Attention over two inputs, joined, with a mask made of them: each of its operands has many layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = (torch.cat([f(x), f(y)], 1).unflatten(-1, (4, 8)).permute(0, 2, 1, 3) for f in self.qkv)
+        seen = torch.cat([x, y], 1)[..., 0] < 9
+        mask = seen[:, None, None] & seen[:, None, :, None]
+        return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_many_layouts_of_many_operands_leave_those_that_cut_all_alike(n: int) -> None:
+    given = torch.randn(1, 12, 32), torch.randn(1, 8, 32)
+    plan = dsp.plan(Joint(), given, size=n, stages={"": "x=b t c, y=b s c"}, gather_output=False)
+    assert plan.share == 1 / n
