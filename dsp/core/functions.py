@@ -1,4 +1,4 @@
-"""Functions that need care between stages, by plain names: random ones, views, and those that may return views."""
+"""Functions that need care between stages, by plain names: random ones, and those that may return views."""
 
 from __future__ import annotations
 
@@ -54,16 +54,6 @@ DRAWN.update(dict.fromkeys(RECURRENCES, lambda args, kwargs: len(args) < 9 or bo
 
 # they allocate memory only if they must, and on a rank's shard it may look as if they need not
 DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
-# they return views, the dense ones if the argument's layout allows; on a shard, with other strides, any may be a copy
-FOLDS = DENSE | {"view", "view_as", "unflatten", "view_as_complex"}
-# their results may be views of the first argument, which a switch of the argument would not update
-ALIASES = DENSE | frozenset(
-    """
-getitem select narrow chunk split split_with_sizes tensor_split unbind unsafe_chunk unsafe_split expand expand_as
-broadcast_to iter unfold to type_as type detach data alias real imag view_as_real view_as_complex float double half
-bfloat16 conj positive dropout
-""".split()
-)
 
 
 # they look like metadata, but read a tensor's data or let others read it; properties in Python, such as

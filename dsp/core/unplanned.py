@@ -20,7 +20,7 @@ from dsp.core.keys import Prepared
 from dsp.core.offers import Rules, operands_of, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.writes import kin_on_meta, on_meta, written_operands
+from dsp.core.writes import kin_on_meta, on_meta, returns_operand, written_operands
 from dsp.stages.stage import Stage, cut_for
 from dsp.support.source_lines import line_now
 
@@ -38,9 +38,12 @@ class Unplanned:
         refs = operands_of(operands)
         node = Node("operation", what.name, refs, in_place=what.in_place, loose=what.name in DENSE, line=line_now())
         node.writes, meta = written_operands(func, what, args, kwargs), on_meta(func, args, kwargs)
-        kin = kin_on_meta(self.axis, what.name, operands, meta)
+        kin = () if what.in_place else kin_on_meta(self.axis, what.name, operands, meta)
         node.kin, node.kin_unknown = ((0, 0),) if kin is None else kin, kin is None
         node.call, node.sized = Operation(func, *replaced(args, kwargs, iter(refs))), meta is None
+        if returns_operand(node, meta):
+            node.identity = True
+            return self.add(key, node, operands)
         if meta is not None and not what.in_place:  # what its rules ask for; it gets its results when it has run
             node.results = [Ref(t.shape, dtype=t.dtype, memory=-1 << 32) for t in meta[1]]
         node.offers = self.rules.of(self.record, node)

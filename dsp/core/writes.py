@@ -17,7 +17,7 @@ from torch import Tensor
 from dsp.comm.gradients import global_stride
 from dsp.comm.layout import Axis
 from dsp.core.carrier import Carrier, base_of, carry, copies_of, link, plain, shared_base
-from dsp.core.functions import ALIASES, DENSE, FOLDS
+from dsp.core.functions import DENSE
 from dsp.core.record import Layout, Node, Offer, Record, Ref
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import WITHOUT_DATA, written
@@ -83,7 +83,7 @@ def kin_on_meta(
 
     A rank with one row does not know where the sharded dim is in memory: it asks rank 0, if that has more rows.
     """
-    if name not in ALIASES | FOLDS or meta is None:
+    if meta is None:
         return ()
     kin = kin_of(*meta)
     if name not in DENSE or not isinstance(t := operands[0], Carrier) or t.cut is None:
@@ -95,6 +95,14 @@ def kin_on_meta(
         return kin
     answer = torch.tensor(int(axis.rank == 0 and bool(kin)), device=plain(t).device)
     return ((0, 0),) if bool(torch.ops.dsp.all_reduce(answer, axis.group)) else ()
+
+
+def returns_operand(node: Node, meta: tuple[list[Tensor], list[Tensor]] | None) -> bool:
+    """Tell whether an operation that no record has returns its first operand, as it does on tensors without data."""
+    if meta is None or node.writes or node.kin_unknown or node.kin != ((0, 0),):
+        return False
+    (x, *_), results = meta
+    return len(results) == 1 and (node.name == "contiguous" or results[0] is x)
 
 
 def model_of(t: Tensor) -> Tensor:

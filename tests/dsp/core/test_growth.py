@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from tests.support.beside import averaged, beside, exact, same
-from tests.support.records import left_plan, planned
+from tests.support.records import left_plan, planned, planned_bytes, records
 from tests.support.toys import Along, C, Does, SpaceTime
 
 
 def reading(m: Any, x: Tensor) -> Tensor:
-    """Attention of x by three projections that look alike, after a look at its numbers."""
-    if x.amax().item() > 1e9:
+    """Attention of x by three projections that look alike, after a look at the numbers of one more."""
+    if F.linear(x, m.weights[0]).amax().item() > 1e9:
         x = x / 2
     q, k, v = (F.linear(x, w) for w in m.weights)
     return x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
@@ -41,6 +41,30 @@ def test_a_forward_that_reads_its_data_is_sharded_at_once_and_planned_in_the_sec
     for _ in range(2):
         parallel(x).square().mean().backward()
     assert planned(parallel)
+
+
+def looking(m: SpaceTime, x: Tensor) -> Tensor:
+    """Views, and operations that return what they were given, after a look at its numbers."""
+    y = m.space(x * 2)
+    if y.amax().item() > 1e9:
+        return x
+    y = F.dropout(y.to(x.dtype).contiguous(), training=False).float().double()
+    z = y.permute(0, 2, 3, 1).unsqueeze(1).flatten(1, 2)
+    return m.time(y) + z.movedim(3, 1).sin()
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_the_second_call_goes_by_the_plan_that_is_shown_before_the_first(mesh: DeviceMesh) -> None:
+    model, x = SpaceTime(looking).double(), torch.randn(1, 5, 7, C, dtype=torch.float64)
+    shown = dsp.plan(model, x, size=mesh.size())
+    exact(model, mesh, (x,), rounds=2)
+    parallel = dsp.parallelize(model, mesh)
+    for _ in range(2):
+        parallel(x)
+    [record] = records(parallel)
+    facts = [[(n.name, n.identity, n.view) for n in r.nodes if n.kind != "plain"] for r in (shown.record, record)]
+    assert facts[0] == facts[1]
+    assert planned_bytes(record)["forward"] == shown.bytes["forward"]
 
 
 def branching(m: SpaceTime, x: Tensor) -> Tensor:

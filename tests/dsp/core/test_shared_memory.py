@@ -147,11 +147,16 @@ def test_an_input_may_lie_otherwise_in_memory_so_that_copies_are_views(mesh: Dev
             torch.testing.assert_close(model(x), single(x))
 
 
+def without_a_plan(m: Sharing, x: Tensor) -> bool:
+    """True, which only the numbers of an activation tell."""
+    return bool((nn.functional.linear(x, m.twice.weight) < 1e9).all())
+
+
 def dense_without_a_plan(m: Sharing, x: Tensor) -> Tensor:
     """On one device z and w are copies or views, as the input lies in memory; an operation on data prevents a plan."""
     out = torch.zeros_like(x).transpose(1, 2)
     for _ in range(2):  # again: by now the operations have recipes
-        y = m.view(x).transpose(1, 2).mul(2).sin() if bool((x < 9).all()) else x
+        y = m.view(x).transpose(1, 2).mul(2).sin() if without_a_plan(m, x) else x
         z, w = y.contiguous(), y.flatten(1, 2)
         z.mul_(3)
         w.add_(1)
@@ -175,6 +180,47 @@ def test_copies_of_one_row_without_a_plan(mesh: DeviceMesh, frames: int, order: 
         else:
             for _ in range(2):
                 torch.testing.assert_close(model(x), single(x))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transpose": lambda y: y.transpose(1, 2),
+    "mT": lambda y: y.mT,
+    "permute": lambda y: y.permute(3, 1, 2, 0),
+    "movedim": lambda y: y.movedim(1, 3),
+    "unsqueeze": lambda y: y.unsqueeze(0),
+    "squeeze": lambda y: y.squeeze(0),
+    "select": lambda y: y[0],
+    "narrow": lambda y: y.narrow(3, 0, 2),
+    "view": lambda y: y.view(5, -1),
+    "unflatten": lambda y: y.unflatten(3, (2, -1)),
+    "expand": lambda y: y.expand(3, -1, -1, -1),
+    "diagonal": lambda y: y.diagonal(0, 0, 3),
+    "unfold": lambda y: y.unfold(3, 2, 1),
+    "view_as_complex": lambda y: torch.view_as_complex(y.unflatten(3, (-1, 2))),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_without_a_plan_sees_a_write_that_moves_the_tensor(mesh: DeviceMesh, name: str) -> None:
+    """Or its next read is refused: in the first call no rank knows that the sum is to come."""
+
+    def forward(m: Sharing, x: Tensor) -> Tensor:
+        y = m.view(x).mul(2) if without_a_plan(m, x) else x
+        z = VIEWS[name](y)
+        y.cumsum_(2)
+        return z * 1
+
+    x = torch.randn(1, 5, 7, C, dtype=torch.float64)
+    single = Sharing(forward).double()
+    model = dsp.parallelize(copy.deepcopy(single), mesh, {**Sharing.stages, "view": "b [t] s [c]"})
+    with torch.no_grad():
+        for _ in range(2):
+            try:
+                found = model(x)
+            except dsp.GlueError as error:
+                assert "wrote in place into a copy" in str(error)  # noqa: PT017 (refused, or right)
+            else:
+                torch.testing.assert_close(found, single(x))
 
 
 def test_a_write_into_a_copy_is_refused(mesh: DeviceMesh) -> None:
