@@ -56,6 +56,16 @@ DRAWN.update(dict.fromkeys(RECURRENCES, lambda args, kwargs: len(args) < 9 or bo
 DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
 
 
+# they make no new numbers, but copies of those that they are given, or views
+REARRANGING = DENSE | frozenset(
+    """
+expand expand_as broadcast_to repeat tile repeat_interleave getitem select narrow index_select chunk unsafe_chunk split
+unsafe_split split_with_sizes tensor_split unbind iter cat concat concatenate stack flip roll clone unfold pixel_shuffle
+pixel_unshuffle gather take_along_dim
+""".split()
+)
+
+
 # they look like metadata, but read a tensor's data or let others read it; properties in Python, such as
 # __cuda_array_interface__, have a name from Python 3.13 on
 TELLING = frozenset("repr format data_ptr untyped_storage new_tensor ? __cuda_array_interface__".split())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsp.comm.layout import Axis, Cut
-from dsp.core.functions import PRODUCTS, draws
+from dsp.core.functions import PRODUCTS, REARRANGING, draws
 from dsp.core.offers import allow
 from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced
@@ -278,7 +278,7 @@ class Combinations:
         if not self.offers:
             self.offers, self.views = [replicated(node, len(node.results))], False
         node.view = self.views
-        node.rearranges = self.rearranges and bool(parts) and not node.in_place
+        node.rearranges = (self.rearranges or node.name in REARRANGING) and bool(parts) and not node.in_place
         node.view_cut = self.view_cut
         return self.offers
 
