@@ -65,29 +65,34 @@ def decide(
 class Versions:
     """The planner's values: the bases of a record, and each again after every write in place.
 
-    A copy that was made before a write is no copy of what comes after it; so that is another value.
+    A copy that was made before a write is no copy of what comes after it; so that is another value. fixed: the values
+    before the last write into memory that others share, which would miss it if they were moved.
     """
 
     def __init__(self, bases: Sequence[Base]) -> None:
         self.bases = [*bases]
         self.latest = {v: i for i, v in enumerate(bases)}
+        self.fixed = {i for i, v in enumerate(bases) if v.last_write is not None}
+        self.passed: set[Node | None] = {None}
 
     def of(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The values that a node reads, and those that it makes: its results, then what it writes into."""
         inputs = tuple(self.latest[v] for v in node.bases)
-        outputs = [self.latest[r.base] for r in node.results]
-        for v in written_bases(node):
+        self.passed.add(node)
+        written = written_bases(node)
+        for v in written:
             self.latest[v] = len(self.bases)
             self.bases.append(v)
-        return inputs, (*outputs, *(self.latest[v] for v in written_bases(node)))
+        made = [*(r.base for r in node.results), *written]
+        for v in made:
+            (self.fixed.discard if v.last_write in self.passed else self.fixed.add)(self.latest[v])
+        return inputs, tuple(self.latest[v] for v in made)
 
     def extents(self, names: dict[Base, str], n: int) -> Iterator[Extents]:
-        """The values as the planner reads them; after the last write one may be moved."""
+        """The values as the planner reads them."""
         for i, v in enumerate(self.bases):
-            last = i == self.latest[v] and any(v is other for other in self.bases[:i])
-            yield replace(
-                extents(names[v], v, n), fixed=v.fixed and not last, home=home_of(v) if i < len(self.latest) else ()
-            )
+            home = home_of(v) if i < len(self.latest) else ()
+            yield replace(extents(names[v], v, n), fixed=i in self.fixed, home=home)
 
 
 def home_of(v: Base) -> tuple[Layout, ...]:
@@ -155,8 +160,8 @@ def extents(name: str, v: Base, n: int) -> Extents:
     pairs = itertools.combinations(v.cuts, 2)
     inseparable = frozenset(frozenset(p) for p in pairs if not separable(v.ref.shape, *p, n))
     return Extents(
-        name, tuple(v.cuts.items()), v.ref.dtype.itemsize, v.arrival, v.fixed, math.prod(v.ref.shape), inseparable,
-        v.ref.dtype.is_floating_point, alone=v.free,
+        name, tuple(v.cuts.items()), v.ref.dtype.itemsize, v.arrival, numel=math.prod(v.ref.shape),
+        apart=inseparable, real=v.ref.dtype.is_floating_point, alone=v.free,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from dsp.core.record import (
 )
 from dsp.core.torch_calls import Operand
 from dsp.core.watch import KernelCall, Watch
-from dsp.core.writes import fix_written
+from dsp.core.writes import note_last_writes
 from dsp.planner import MOVES
 from dsp.planner import Value as Extents
 from dsp.stages.methods import NOTHING_INSIDE
@@ -98,8 +98,8 @@ def lay_out(record: Record) -> None:
                 ref.base, ref.maker = source.base, node
             else:
                 add_base(record, node, ref, k)
+    note_last_writes(record)
     record.rules.complete(record)
-    fix_written(record)
 
 
 def add_base(record: Record, node: Node, ref: Ref, k: int) -> None:

@@ -76,16 +76,16 @@ class Base:
     """A tensor that is no view, with all its views: the planner moves them as one.
 
     cuts: those that it may have, with the length that is shared out; batch: those that divide the batch; arrival: of an
-    input, the layouts in which it may arrive at no cost; fixed: it is written in place; replicable: it may be
-    replicated without a gather; free: every rank can make it without communication; persistent: an earlier call
-    left it.
+    input, the layouts in which it may arrive at no cost; last_write: the last node that writes into its memory, if
+    others share that; replicable: it may be replicated without a gather; free: every rank can make it without
+    communication; persistent: an earlier call left it.
     """
 
     ref: Ref
     cuts: dict[Cut, Any] = field(default_factory=dict)
     batch: set[Cut] = field(default_factory=set)
     arrival: tuple[Layout, ...] = ()
-    fixed: bool = False
+    last_write: Node | None = None
     replicable: bool = False
     free: bool = False
     persistent: bool = False

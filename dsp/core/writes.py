@@ -113,16 +113,18 @@ def model_of(t: Tensor) -> Tensor:
     return torch.empty_strided(tuple(t.ref.shape), stride, dtype=t.ref.dtype, device="meta")
 
 
-def fix_written(record: Record) -> None:
-    """Let the planner move no tensor that is written, if others share its memory: they would miss the write."""
+def note_last_writes(record: Record) -> None:
+    """Let the planner know until when it may move no tensor that is written, if others share its memory: they would
+    miss the write."""
     refs = [*record.inputs.values(), *(r for node in record.nodes for r in node.results)]
     count: dict[int, int] = {}
     for r in refs:
         count[r.memory] = count.get(r.memory, 0) + 1 + r.detached
-    into = {node.operands[i].memory for node in record.nodes for i in node.writes if isinstance(node.operands[i], Ref)}  # type: ignore[attr-defined]
+    writes = ((node, t) for node in record.nodes for i in node.writes if isinstance(t := node.operands[i], Ref))
+    last = {t.memory: node for node, t in writes}
     for r in refs:
-        if r.memory in into and count[r.memory] > 1:
-            r.base.fixed = True
+        if r.memory in last and count[r.memory] > 1:
+            r.base.last_write = last[r.memory]
 
 
 # --- families ---------------------------------------------------------------------------------------------------------

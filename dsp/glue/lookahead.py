@@ -57,11 +57,12 @@ class EarlierCuts:
         return node.kind == "operation" and not changes and len(node.results) == 1 and bool(node.refs)
 
     def offer(self) -> None:
-        """Offer each cut that a later node asks for to earlier operations, if their tensors are smaller."""
+        """Offer each cut that a later node asks for to earlier operations, if their tensors are smaller; or as long, of
+        one that cannot be moved once it is made, because it is written."""
         for base, node in reversed(self.makers.items()):
-            gives = {o.gives[0] for o in node.offers}
+            gives, most = {o.gives[0] for o in node.offers}, base.ref.nbytes - (base.last_write is None)
             for cut in [*base.cuts]:
-                if cut not in gives and self.least(base, cut) < base.ref.nbytes:
+                if cut not in gives and self.least(base, cut) <= most:
                     self.add(node, cut)
 
     def least(self, base: Base, cut: Cut, depth: int = 0) -> float:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -267,6 +268,8 @@ class Combinations:
     def offers_for_node(self) -> list[Offer]:
         """The offers; what no rule takes is replicated, and nothing long is replicated without need."""
         node, record = self.node, self.record
+        batch = {o.gives[0] for o in self.offers if o.last_resort}  # whichever operand brings it
+        self.offers = [replace(o, last_resort=o.gives[0] in batch) for o in self.offers]
         if free := all(v.free for v in node.bases):
             self.cut_weights()
         parts = [o for o in self.offers if any(o.needs)]
