@@ -161,7 +161,7 @@ def extents(name: str, v: Base, n: int) -> Extents:
     inseparable = frozenset(frozenset(p) for p in pairs if not separable(v.ref.shape, *p, n))
     return Extents(
         name, tuple(v.cuts.items()), v.ref.dtype.itemsize, v.arrival, numel=math.prod(v.ref.shape),
-        apart=inseparable, real=v.ref.dtype.is_floating_point, alone=v.free,
+        detours=inseparable, real=v.ref.dtype.is_floating_point, alone=v.free,
     )  # fmt: skip
 
 

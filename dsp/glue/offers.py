@@ -171,7 +171,7 @@ class Combinations:
                 self.offers.append(replicated(node, len(node.results)))
 
     def combinations(self, layouts: list[list[Layout]]) -> Iterable[tuple[Layout, ...]]:
-        """Those of the layouts of the bases that are tried."""
+        """The combinations of layouts that are tried, one of each base."""
         if math.prod(map(len, layouts)) <= COMBINATIONS:
             return itertools.product(*layouts)
         along = dict.fromkeys(p for v, cuts in zip(self.node.bases, layouts) for c in cuts for p in self.places(v, c))
