@@ -101,11 +101,8 @@ class Search:
 
     def sequence(self, root: ModuleCall) -> set[Dim]:
         """Sequence dims: the dims, without the batch, along which some module with parameters is independent."""
-        dims: set[Dim] = set()
-        for node in root.walk():
-            if node.live and node.tested and any(True for _ in node.module.parameters()):
-                dims |= node.free()
-        return dims - set(atoms(self.batch))
+        nodes = (n for n in root.walk() if n.live and n.tested and any(True for _ in n.module.parameters()))
+        return {dim for node in nodes for dim in node.free()} - set(atoms(self.batch))
 
     # --- one pass over the record ---
 

@@ -41,7 +41,7 @@ class CutStages:
 
 
 class Overlaps:
-    """The stages of a record that run in pieces: `found` by stage call, and the pieces of each move.
+    """The stages of a record that run in pieces: `rows` by stage call, and the pieces of each move.
 
     reads: the forward reads its data, as one may whose record grew in a run.
     """

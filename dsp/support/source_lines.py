@@ -7,7 +7,8 @@ import functools
 import linecache
 import os
 import sys
-from types import FrameType, TracebackType
+import traceback
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -43,13 +44,8 @@ def inside(filename: str) -> bool:
 
 def lines_of(error: BaseException) -> list[Line]:
     """The lines of the user's code that an error came through, the outermost first."""
-    lines: list[Line] = []
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        if not inside(trace.tb_frame.f_code.co_filename):
-            lines.append(Line(trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return lines
+    frames = traceback.walk_tb(error.__traceback__)
+    return [Line(frame, number) for frame, number in frames if not inside(frame.f_code.co_filename)]
 
 
 def line_now() -> str:
