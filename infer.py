@@ -14,7 +14,6 @@ them send activations in fewer bits.
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from zoo.files import read_table
 from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.console import Console
+from zoo.training.environment import first_rank, world_size
 from zoo.training.show.options import checked
 from zoo.training.tracking import names_of, number_of
 from zoo.training.use import arguments as describe
@@ -52,11 +52,6 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def first_rank() -> bool:
-    """Tell whether this is rank 0, also before there is a process group."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
 def is_esm2(folder: Path) -> bool:
     """True for a folder of an ESM model as transformers saves it, False for that of a run."""
     config = folder / "config.json"
@@ -67,7 +62,7 @@ def is_esm2(folder: Path) -> bool:
 
 def direct_coupling_analysis(arguments: Sequence[str]) -> int:
     """Predict contacts from alignments, without a model, in one process."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if world_size() > 1:
         raise UserError("--dca is done by one process: python infer.py --dca ...")
     dca = user_error(import_module, "zoo.training.show.dca")  # Biopython comes with an extra
     parser = Parser(prog="infer.py --dca", formatter_class=argparse.ArgumentDefaultsHelpFormatter)

@@ -7,7 +7,6 @@ One file for every architecture, read from top to bottom: config, mesh, data, mo
 """
 
 import math
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import dsp
 from zoo.data.sampling import hash_seed
-from zoo.training import UserError, auto, checkpoint, flight, ranks, user_error
+from zoo.training import UserError, auto, checkpoint, environment, flight, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.account import closing, opening, resumed
 from zoo.training.comparison import compare
@@ -92,7 +91,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     hardware = None
     # parallel=auto: the choice of the run that is resumed, else a new choice, by measured links
     if config.parallel.auto:
-        world, node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        world, node = dist.get_world_size(), environment.ranks_of_host()
         choice = ranks.on_first_rank(lambda: auto.kept(config, world))
         if choice is None:
             hardware = auto.measured(config, device, node)
@@ -399,7 +398,7 @@ def main(arguments: list[str]) -> int:
                     return 0 if compare(config, device) else 1
             if not config.dry_run:
                 return 0 if train(config, console, refused) else STOPPED
-            if int(os.environ.get("RANK", 0)) == 0:
+            if environment.first_rank():
                 if config.parallel.auto:
                     choice = auto.foreseen(config)
                     print(f"{choice.table}\n")

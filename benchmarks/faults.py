@@ -1,9 +1,11 @@
 """Faults of every kind, one after another: is anything lost, is every fault one line, does everyone leave?
 
-    python benchmarks/faults.py [--kills 30] [--launchers 3] [--hangs 10] [--damages 100] [--mutations 15000]
-                                       [--memory 14] [--only KIND ...] [--steps 120] [--seed 0] [--out faults.json]
+    python benchmarks/faults.py [--kills 30] [--restarts 30] [--launchers 3] [--hangs 10] [--damages 100]
+                [--mutations 15000] [--memory 14] [--only KIND ...] [--steps 120] [--seed 0] [--out faults.json]
 
 kills      SIGKILL for a rank of two, at any moment or inside a save, then resume; the curve is that of a quiet run
+restarts   SIGKILL for a rank of a job of `dsp-launch --restarts`: it goes on by itself, also on fewer ranks, with the
+           samples and the curve of an undisturbed one
 launchers  SIGKILL for torchrun; its ranks have to leave
 hangs      SIGSTOP for a rank, or a loader that sleeps; the others have to name it and leave
 damages    to a checkpoint, mostly the newest, or to the records; then resume: what was damaged is named, and the curve
@@ -42,6 +44,7 @@ import torch
 import train
 from benchmarks import fault_inputs as inputs
 from benchmarks.common import ROOT, options
+from benchmarks.fault_restarts import restarts
 from zoo.training.records import read_metrics
 
 TINY = """
@@ -325,12 +328,14 @@ def damages(runs: Runs, count: int, chance: random.Random, report: Report) -> No
     report.add("damages", count, of_the_newest_checkpoint=changed, **more)
 
 
-OF_RUNS: dict[str, Callable[..., None]] = {"kills": kills, "launchers": launchers, "hangs": hangs, "damages": damages}
+OF_RUNS: dict[str, Callable[..., None]] = {
+    "kills": kills, "restarts": restarts, "launchers": launchers, "hangs": hangs, "damages": damages,
+}  # fmt: skip
 OF_FILES: dict[str, Callable[..., None]] = {"mutations": inputs.mutations, "memory": inputs.memory}
 
 
 def main(arguments: Sequence[str]) -> int:
-    usual = {"kills": 30, "launchers": 3, "hangs": 10, "damages": 100, "mutations": 15000, "memory": 14}
+    usual = {"kills": 30, "restarts": 30, "launchers": 3, "hangs": 10, "damages": 100, "mutations": 15000, "memory": 14}
     o = options(__doc__, arguments, {"only": usual}, **usual, only=list(usual), steps=120, seed=0, out=None)
     report, began = Report(), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="dsp-faults-"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
+from tests.support.refusals import refused
 from tests.support.slow import slow_but
 from zoo.training import UserError
 from zoo.training import config as cfg
@@ -34,6 +35,15 @@ def test_layers_and_types(load):
     assert isinstance(config.train, cfg.Train)
     assert config.name == "run"  # the file's
     assert load("", "name=other").name == "other"
+
+
+@pytest.mark.parametrize("number", [1 << 63, -(10**30)])
+def test_an_integer_of_more_than_64_bits_is_refused_for_every_option(load, number):
+    """torch, ranges and files of others raise errors of their own for them."""
+    wholes = [key for key, value, _ in cfg.leaves(cfg.defaults("digits")) if type(value) is int]
+    assert "train.seed" in wholes
+    for key, text in [*((key, number) for key in wholes), ("model.overrides", f"{{depth: [{number}]}}")]:
+        refused(rf"{re.escape(key)}=.*2\^63", load, "", f"{key}={text}", error=UserError)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ Only parallel.wire=auto permits other numbers, since fewer bits are not exact.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -23,6 +22,7 @@ from dsp.embedded import Timing
 from zoo.training import UserError, checkpoint
 from zoo.training.config import Config, create_task, load
 from zoo.training.dry_run import Memory, steps_on
+from zoo.training.environment import world_size
 from zoo.training.model import compute_dtype, known_hardware, without_weights
 from zoo.training.tracking import number_of, size
 
@@ -160,7 +160,7 @@ def foreseen(config: Config) -> Choice:
             "parallel=auto needs the speed of devices and links, which a dry run does not measure: name the hardware, "
             "as in hardware.device=h100"
         )
-    return choose(config, int(os.environ.get("WORLD_SIZE", 1)), hardware)
+    return choose(config, world_size(), hardware)
 
 
 def measured(config: Config, device: torch.device, node: int) -> dsp.Hardware:

@@ -309,6 +309,8 @@ def _check_values(config: Config) -> None:
             continue
         if value not in metadata.get("choices", (value,)):
             raise UserError(f"{key}={value}: no such choice{_suggest(str(value), metadata['choices'])}")
+        if any(abs(each) >= 1 << 63 for each in values.integers(value)):
+            raise UserError(f"{key}={str(value)[:40]}: an integer has to be below 2^63")
         if "least" in metadata and not value >= metadata["least"]:
             raise UserError(f"{key}={value}: must be at least {metadata['least']}")
         if "most" in metadata and not value <= metadata["most"]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from zoo.training import UserError, printable
+from zoo.training.environment import first_rank
 
 
 class Console:
@@ -19,7 +20,7 @@ class Console:
 
     def __init__(self) -> None:
         self.file: TextIO | None = None
-        self.early: list[str] | None = [] if int(os.environ.get("RANK", 0)) == 0 else None
+        self.early: list[str] | None = [] if first_rank() else None
 
     def __enter__(self) -> "Console":
         self.screen = sys.stdout, sys.stderr

@@ -16,6 +16,7 @@ from torch import nn
 import dsp
 from zoo.training import UserError
 from zoo.training.config import Config, create_task, mesh_shape
+from zoo.training.environment import ranks_of_host, world_size
 from zoo.training.estimate import saved_for_backward, total
 from zoo.training.model import (
     compute_dtype,
@@ -35,7 +36,7 @@ MOST = 1024  # largest sp in the advice
 def dry_run(config: Config) -> None:
     """Print all this for the configured mesh."""
     parallel, dp = config.parallel, config.parallel.dp_replicate * config.parallel.dp_shard
-    world = dp * (parallel.sp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // dp))
+    world = dp * (parallel.sp or max(1, world_size() // dp))
     replicate, shard, sp = mesh_shape(parallel, world)
     task, hardware = create_task(config), known_hardware(config)
     announce("building the model without weights")
@@ -106,7 +107,7 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
         there, ranks = torch.cuda.get_device_properties(device).total_memory, 1
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        ranks = ranks_of_host()
     trained = sum(p.numel() for p in trainable(model))
     frozen = sum(p.numel() for p in model.parameters()) - trained
     each = 10 if config.optim.name == "adamw8bit" else 16

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zoo.data.file_records import FileRecords
-from zoo.training import UserError
+from zoo.training import UserError, environment
 from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen, own_code, speak, wait_for_port
 
 T = TypeVar("T")
@@ -53,9 +53,9 @@ def process_group(
     store: dist.Store = dist.HashStore()
     rank, world = 0, 1
     try:
-        if not borrowed and "RANK" in os.environ:
-            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store, watch = _meet(rank, world, timeout, progress)
+        if not borrowed and (mine := environment.place()):
+            rank, world = mine.rank, mine.world
+            store, watch = _meet(mine, timeout, progress)
         device, backend = _device()
         if not borrowed:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=collective)
@@ -103,7 +103,7 @@ def gathered(value: T) -> list[T]:
 
 def _device() -> tuple[torch.device, str]:
     """This rank's device, and the backend of its process group."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local = environment.rank_on_host()
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     if local >= torch.cuda.device_count():
@@ -117,9 +117,9 @@ def _device() -> tuple[torch.device, str]:
     return device, "cpu:gloo,cuda:nccl"
 
 
-def _meet(rank: int, world: int, timeout: float, progress: Progress) -> tuple[dist.Store, Watch]:
+def _meet(place: environment.Place, timeout: float, progress: Progress) -> tuple[dist.Store, Watch]:
     """Connect all ranks: return a store for torch, and this rank's watch."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world, host, port = place.rank, place.world, place.host, place.port
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
@@ -263,10 +263,10 @@ def status_of(error: Exception) -> int:
 def complain(error: Exception) -> int:
     """Print an error that no process group has printed, on rank 0 first; return the exit status."""
     if not getattr(error, "told", False):
-        rank = int(os.environ.get("RANK", 0))
-        if rank and not getattr(error, "alone", False):
+        first, rank = environment.first_rank(), os.environ.get("RANK")
+        if not first and not getattr(error, "alone", False):
             time.sleep(PATIENCE)
-        speak(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}")
+        speak(f"error: {error}" if first else f"error on rank {rank}: {error}")
     return status_of(error)
 
 

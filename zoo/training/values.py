@@ -4,6 +4,7 @@ YAML alone reads `name: 8.10` as the number 8.1, `2026_11_29` as 20261129 and `y
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import yaml
@@ -37,6 +38,15 @@ for kind in ("str", "int", "float", "bool", "timestamp"):
 def parse(text: str) -> Any:
     """The mappings, lists and values of a YAML text; yaml.YAMLError or RecursionError if it is none."""
     return yaml.load(text, Loader)
+
+
+def integers(value: Any) -> Iterator[int]:
+    """The integers in a value, and in its lists and mappings."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from integers(each)
 
 
 def typed(value: Any, kind: Any) -> Any:
