@@ -33,7 +33,7 @@ from zoo.training.comparison import compare
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Kept, Outcome
-from zoo.training.loader import batches, open_data, place
+from zoo.training.loader import batches, open_data, place, worker_ends_named
 from zoo.training.meter import Meter, log_line, named
 from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, overlap_in, without_weights
 from zoo.training.optim import (
@@ -414,7 +414,7 @@ def train(config: cfg.Config, console: Console, refused: UserError | None) -> bo
     with ranks.training(config.train.timeout, cfg.flat(config), refused) as (device, stop), Owner() as owner:
         run = setup(config, device, stop, console, owner)
         try:
-            with out_of_memory(run.config):
+            with out_of_memory(run.config), worker_ends_named():
                 resume(run)
                 finished = loop(run)
         finally:

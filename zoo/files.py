@@ -4,6 +4,7 @@ Every reader of the zoo and of the trainer opens files here. Errors are ValueErr
 """
 
 import codecs
+import errno
 import gzip
 import io
 import json
@@ -19,6 +20,7 @@ __all__ = [
     "MAX_BYTES",
     "fits",
     "open_file",
+    "opened_to_append",
     "parse_json",
     "read_bytes",
     "read_json",
@@ -34,11 +36,26 @@ SHORT = 1 << 16  # bytes; a text up to this size may have any content
 
 def open_file(path: str | os.PathLike[str]) -> io.BufferedReader:
     """A regular file, opened for reading. A ValueError for any other: a FIFO or a device would block, or never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(_regular(path, os.O_RDONLY), "rb")
+
+
+def opened_to_append(path: str | os.PathLike[str]) -> io.BufferedWriter:
+    """A regular file, opened to be appended to, made if need be. A ValueError for any other."""
+    return os.fdopen(_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
+
+def _regular(path: str | os.PathLike[str], how: int) -> int:
+    """The descriptor of a regular file. A ValueError for any other, also for a FIFO that nobody reads."""
+    try:
+        descriptor = os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise ValueError(f"{path} is not a regular file") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path} is not a regular file")
-    return os.fdopen(descriptor, "rb")
+    return descriptor
 
 
 def regular(path: Path) -> Path:

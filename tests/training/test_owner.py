@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import pytest
 
@@ -70,13 +71,16 @@ def test_of_many_at_once_one_gets_it(tmp_path):
     won[0].__exit__()
 
 
+OTHER = {"host": "other", "pid": 7, "since": "then", "machine": "other's"}
+
+
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "no-locks"])
 def test_an_owner_on_another_host_is_believed_for_a_while(tmp_path, monkeypatch, locks):
     """Its lock may not be seen here, but its signs of life are."""
     if not locks:
         monkeypatch.setattr(owner.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks here")))
     file = tmp_path / "owner.json"
-    file.write_text(json.dumps({"host": "other", "pid": 7, "since": "then"}))
+    file.write_text(json.dumps(OTHER))
     with Owner() as mine, pytest.raises(UserError, match=r"process 7 on other since then.*wait 60 s"):
         mine.take(tmp_path)
     past = file.stat().st_mtime - 2 * owner.STALE
@@ -87,3 +91,40 @@ def test_an_owner_on_another_host_is_believed_for_a_while(tmp_path, monkeypatch,
     with Owner() as mine:
         assert mine.take(tmp_path) == ""
     assert not list(tmp_path.iterdir())
+
+
+def test_machines_of_one_name_are_not_taken_for_one(tmp_path):
+    """As containers may be called localhost: the lock of the other is not seen here, its signs of life are."""
+    (tmp_path / "owner.json").write_text(json.dumps(OTHER | {"host": socket.gethostname()}))
+    with Owner() as mine, pytest.raises(UserError, match=r"process 7 on .*wait 60 s"):
+        mine.take(tmp_path)
+
+
+@pytest.mark.parametrize("ahead", [-7200, 7200])
+def test_clocks_of_machines_decide_nothing(tmp_path, monkeypatch, ahead):
+    """The owner's clock may be ahead of the storage's or behind, and so may ours."""
+    monkeypatch.setattr(owner, "TOUCH", 0.01)
+    plain = owner.time.time
+    monkeypatch.setattr(owner.time, "time", lambda: plain() + ahead)
+    with Owner() as living:
+        living.take(tmp_path)
+        before = (tmp_path / "owner.json").stat().st_mtime
+        time.sleep(0.2)
+        assert before < (tmp_path / "owner.json").stat().st_mtime < plain() + 60
+    file = tmp_path / "owner.json"
+    file.write_text(json.dumps(OTHER))
+    with Owner() as mine, pytest.raises(UserError, match="process 7 on other"):
+        mine.take(tmp_path)
+    os.utime(file, (plain() + 7200, plain() + 7200))  # nobody touches it in the storage's future
+    with Owner() as mine:
+        assert "process 7 on other" in mine.take(tmp_path)
+
+
+def test_damaged_and_special_files_in_the_place_of_an_owners(tmp_path):
+    for text in ('{"host": ' * 400, "[" * 4000, '{"host": 1}', "[]"):
+        (tmp_path / "owner.json").write_text(text)
+        with Owner() as mine:
+            assert mine.take(tmp_path) == ""
+    os.mkfifo(tmp_path / "owner.json")
+    with Owner() as mine, pytest.raises(UserError, match=r"owner\.json is not a regular file"):
+        mine.take(tmp_path)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.support.refusals import refused
 from zoo import files
 from zoo.training import UserError, records
 from zoo.training.records import append, cut_metrics, naming, read_metrics
@@ -106,6 +107,17 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
     for name in ("fifo", "zero", "folder"):
         with pytest.raises(UserError, match=f"{name} is not a regular file; move it away"):
             read_metrics(tmp_path / name)
+
+
+def test_a_fifo_in_the_place_of_damaged_lines_blocks_nobody(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{broken\n')
+    os.mkfifo(tmp_path / "metrics.damaged")
+    refused(
+        r"metrics\.damaged is not a regular file", records.cut_metrics, tmp_path / "metrics.jsonl", 1, error=UserError
+    )
+    (tmp_path / "metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    refused(r"metrics\.jsonl is not a regular file", records.append, tmp_path / "metrics.jsonl", {"step": 1})
 
 
 def test_an_error_of_the_disk_names_the_file(tmp_path):

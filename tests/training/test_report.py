@@ -170,6 +170,13 @@ def test_a_fifo_in_the_place_of_a_run_s_file_is_named(tmp_path, name, capsys):
     assert f"{run / name} is not a regular file" in capsys.readouterr().err
 
 
+def test_a_fifo_in_the_place_of_the_page_is_replaced(tmp_path):
+    run = directory(tmp_path / "run")
+    os.mkfifo(run / "report.html")
+    assert report.main([str(run)]) == 0
+    assert "</html>" in (run / "report.html").read_text()
+
+
 def test_charts_of_odd_curves():
     assert draw(Chart("nothing", [Curve("a", [])])) == ""
     for points in (

@@ -3,6 +3,8 @@
 import importlib
 import math
 import os
+import re
+import signal
 import sys
 import time
 import warnings
@@ -17,12 +19,13 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support.paths import ROOT
 from tests.support.runs import metrics, one_of, stop_at
-from zoo.training import UserError, checkpoint
+from zoo.training import UserError, checkpoint, loader
 from zoo.training import config as cfg
 from zoo.training.guard import FEWEST, Diverged, Guard
 from zoo.training.loader import Failed, Made, batches, place
 from zoo.training.optim import learning_rate, optimizers
 from zoo.training.sections import Optim, Train
+from zoo.training.tasks.video import Task
 
 KEYS = ("loss", "grad_norm", "lr")
 
@@ -329,6 +332,25 @@ class _Swap:
 
 def _alike(mesh, name):
     return _train(mesh, name, False), _train(mesh, name, True)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_data_worker_that_the_kernel_ends_is_named(run, monkeypatch, capsys, short):
+    """torch says so in a RuntimeError at any place of the step; memory is the cause only where the kernel counts it."""
+    here, plain, kills = os.getpid(), Task.batch, iter([3, 3 + short])
+
+    def batch(task, objective, step, *rest, **more):
+        if step == 1 and os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(task, objective, step, *rest, **more)
+
+    monkeypatch.setattr(Task, "batch", batch)
+    monkeypatch.setattr(loader, "memory_kills", lambda: next(kills))
+    run("train.workers=1", "sample.every=0", "eval.every=0", expect=2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"error: .*data worker \(process \d+\) (was ended by a signal \(Killed\)|is gone)", line)
+    assert ("because memory ran out" in line) == short
+    assert "train.workers" in line
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -269,7 +269,7 @@ def test_the_start_may_take_its_time_and_steps_that_count_are_no_hang(start):
 STRANGERS = (
     '{"rank": 1, "name": "x"}',
     '{"rank": [], "name": "x", "token": "key"}', '{"rank": true, "name": "x", "token": "key"}',
-    '{"rank": 1, "name": {}, "token": "key"}', '{"rank": 1, "name": "x", "token": "other"}',
+    '{"rank": 1, "name": {}, "token": "key"}', '{"rank": 1, "name": "x", "token": "other"}', '{"rank": ' * 9000,
 )  # fmt: skip
 
 
@@ -342,6 +342,19 @@ def test_two_processes_of_one_rank_are_named():
     thread.join()
     for peer in joined:
         peer.end.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"beat": 3}, {"beat": [1, "here"]}, {"fault": [1]}, {"error": "broken"}, {"fault": {"a": 1}}],
+    ids=str,
+)
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_message_of_another_version_ends_the_run_and_not_the_watch_alone(start, capsys, message, sender):
+    both = start()
+    watch.send(both.all[sender].peers[0], **message)
+    both.wait(0, 1)
+    assert "sent a message that is not one of this code" in capsys.readouterr().err
 
 
 def test_nobody_listens():

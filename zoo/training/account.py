@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import dsp
+from zoo.training import UserError
 from zoo.training.dry_run import Memory, step_bytes, trainable
 from zoo.training.report import write
 from zoo.training.task import Baseline, Task
@@ -78,7 +79,10 @@ def closing(run: Any) -> Iterator[str]:
     yield from table(records, baselines, run.show.headline)
     if pictures := sorted((directory / "samples").glob(f"*.{run.show.media}")):
         yield f"samples {pictures[-1]}"
-    yield f"report  {write([directory], directory / 'report.html')}"
+    try:
+        yield f"report  {write([directory], directory / 'report.html')}"
+    except (UserError, OSError) as error:  # the run is finished all the same
+        yield f"no report: {error}"
 
 
 def table(

@@ -10,7 +10,7 @@ shape and lora_B is a kernel of one place.
 Letters: r rank, i o channels in and out.
 """
 
-import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo import registry
-from zoo.files import read_table, regular
+from zoo.files import fits, parse_json, read_table, regular
+from zoo.pictures import whole_file
 from zoo.training.lora import layers
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -68,7 +69,8 @@ def write(folder: Path, model: nn.Module, scale: float) -> Path:
     """Write the adapters of a model into a folder, and return the file."""
     from safetensors.torch import save
 
-    (folder / FILE).write_bytes(save(published(model, scale), {"format": "pt"}))
+    with whole_file(folder / FILE) as file:
+        file.write(save(published(model, scale), {"format": "pt"}))
     return folder / FILE
 
 
@@ -85,7 +87,9 @@ def read(path: Path) -> dict[str, Pair]:
     try:
         with safe_open(regular(found[0]), "pt") as file:
             state = {key: file.get_tensor(key).float() for key in sorted(file.keys())}
-            settings = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+            settings = parse_json((file.metadata() or {}).get(METADATA, "{}"))
+            if not isinstance(settings, dict):
+                raise ValueError(f"its {METADATA} is no table")
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{found[0]}: not readable as safetensors: {error}") from None
     beside = found[0].with_name("adapter_config.json")
@@ -103,6 +107,10 @@ def read(path: Path) -> dict[str, Pair]:
     if odd := sorted(layer for layer, pair in pairs.items() if pair.keys() != {"A", "B"}):
         raise ValueError(f"{found[0]}: {odd[0]} has only one of lora_A and lora_B")
     alpha = settings.get("lora_alpha")
+    if alpha is not None and not (fits(alpha, float) and math.isfinite(alpha)):
+        raise ValueError(f"{found[0]}: its settings have lora_alpha {str(alpha)[:40]!r}, where a number is expected")
+    if empty := sorted(layer for layer, pair in pairs.items() if not len(pair["A"])):
+        raise ValueError(f"{found[0]}: {empty[0]} has an empty lora_A")
     scales = {layer: 1.0 if alpha is None else alpha / len(pair["A"]) for layer, pair in pairs.items()}
     if alpha is not None and settings.get("use_rslora"):
         scales = {layer: alpha / len(pair["A"]) ** 0.5 for layer, pair in pairs.items()}

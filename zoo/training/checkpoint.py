@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zoo.files import parse_json
 from zoo.training import UserError
 from zoo.training.optim import MovingAverage, local_part
 from zoo.training.ranks import on_first_rank
@@ -271,7 +272,7 @@ def _refuse_foreign(path: Path, theirs: Mapping[str, Any], metadata: Metadata, c
     """Raise a UserError that lists the differences, if a checkpoint is of another model."""
     entries: Mapping[str, Any] = metadata.state_dict_metadata
     there = _flat(theirs) | {key: tuple(entry.size) for key, entry in entries.items() if key.startswith("model.")}
-    here = _flat(json.loads(json.dumps(contents.identity)))
+    here = _flat(parse_json(json.dumps(contents.identity)))
     tensors: Mapping[str, Any] = get_model_state_dict(contents.model, options=TRAINED)
     here |= {f"model.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
     lines = [

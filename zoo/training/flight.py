@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.files import read_json
+from zoo.files import parse_json, read_json
 from zoo.training import UserError
 from zoo.training.console import command
 
@@ -59,7 +59,7 @@ def collectives() -> list[dict[str, Any]]:
     from torch._C import _distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
-    entries = json.loads(dump()).get("entries", []) if dump else []
+    entries = parse_json(dump()).get("entries", []) if dump else []
     now = time.time_ns()
     return [
         {

@@ -3,9 +3,11 @@
 Every batch is a pure function of its step, so it does not matter which process makes it, or how far ahead.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -13,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dsp.cluster.launch import memory_kills
 from zoo.training import UserError
 from zoo.training.ranks import agree_on_files
 from zoo.training.task import Task
+
+# torch's words for a worker that is gone: its number, and the signal if one ended it
+WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: is killed by signal: ([\w ]+))?"
 
 
 class Part(NamedTuple):
@@ -76,6 +82,24 @@ class Made(Dataset[Any]):
 
     def divided(self, name: str, local: Tensor, length: int) -> Any:
         return local if self.task.size == 1 or length == 1 else Part(name, local, length)
+
+
+@contextmanager
+def worker_ends_named() -> Iterator[None]:
+    """A UserError if a worker process is ended by a signal, as torch notices it anywhere in the code inside."""
+    before = memory_kills()
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(WORKER, str(error))
+        if not found:
+            raise
+        how = f"was ended by a signal ({found[2].strip()})" if found[2] else "is gone"
+        why = ": the kernel ended a process because memory ran out" if memory_kills() > before else ""
+        raise UserError(
+            f"a data worker (process {found[1]}) {how}{why}; where memory is short, fewer train.workers or a smaller "
+            "train.prefetch take less; resume=true goes on from the last checkpoint", alone=True,
+        ) from error  # fmt: skip
 
 
 def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], depth: int = 1) -> Iterator[Any]:

@@ -1,19 +1,25 @@
 """One run, one owner: `runs/<name>/owner.json` says which process writes into a run's directory, and holds its lock.
 
-The lock is the kernel's own (flock), so that a dead owner holds nothing. Where another host's locks are not seen, as on
-some shared storage, the time of the file decides: an owner touches the file every few seconds.
+The lock is the kernel's own (flock), so that a dead owner holds nothing. Where another machine's locks are not seen, as
+on some shared storage, the time of the file decides: an owner touches the file every few seconds. That time and the
+present are both the storage's, as the clocks of machines differ; so do machines of one name, which a number of the
+kernel tells from each other.
 """
 
 import fcntl
 import json
 import os
 import socket
+import stat
+import tempfile
 import threading
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zoo.files import parse_json, read_bytes
 from zoo.training import UserError
 
 TOUCH = 10.0  # seconds between two signs of life
@@ -50,9 +56,12 @@ class Owner:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "owner.json"
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}: a run has to be able to write there") from None
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise UserError(f"{self.path} is not a regular file; move it away")
         held, locks = False, True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,10 +69,10 @@ class Owner:
             held = True
         except OSError:  # storage without locks
             locks = False
-        there, host = _read(file), socket.gethostname()
-        seen = locks and there.get("host") == host
+        there, machine = _read(file), _machine()
+        seen = locks and there.get("machine") == machine
         named = "process {pid} on {host} since {since}".format_map(there) if there else ""
-        if held or (there and not seen and time.time() - os.fstat(file).st_mtime < STALE):
+        if held or (there and not seen and abs(_now(directory) - os.fstat(file).st_mtime) < STALE):
             os.close(file)
             more = "" if held else f", or wait {STALE:.0f} s if it is gone"
             raise UserError(
@@ -74,7 +83,8 @@ class Owner:
             os.close(file)  # the last owner removed it between our opening and our lock
             return self.take(directory)
         self.file = file
-        me = {"host": host, "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        me["machine"] = machine
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(me).encode(), 0)
         threading.Thread(target=self._touch, args=(file,), daemon=True, name="owner").start()
@@ -95,13 +105,26 @@ class Owner:
     def _touch(self, file: int) -> None:
         with suppress(OSError):  # closed, or the disk is full or gone: the next write will say so
             while not self.done.wait(TOUCH):
-                os.utime(file, (time.time(), time.time()))
+                os.utime(file)
 
 
 def _read(file: int) -> dict[str, Any]:
     """The description of an owner; {} if there is none, as after a kill during its writing."""
     try:
-        there = json.loads(os.pread(file, 4096, 0))
-        return {key: there[key] for key in ("host", "pid", "since")}
+        there = parse_json(os.pread(file, 4096, 0))
+        return {key: there[key] for key in ("host", "pid", "since")} | {"machine": there.get("machine")}
     except (ValueError, TypeError, KeyError):
         return {}
+
+
+def _machine() -> str:
+    """A name that no two machines share: within one, locks are seen."""
+    with suppress(OSError):
+        return read_bytes(Path("/proc/sys/kernel/random/boot_id"), 64).decode().strip()
+    return f"{uuid.getnode():x}"
+
+
+def _now(directory: Path) -> float:
+    """The time by the clock of the storage, in seconds since 1970."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.fstat(file.fileno()).st_mtime

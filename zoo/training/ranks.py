@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zoo.data.file_records import FileRecords
-from zoo.training import UserError, environment
+from zoo.files import MAX_BYTES, read_bytes
+from zoo.training import UserError, environment, user_error
 from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen, own_code, speak, wait_for_port
 
 T = TypeVar("T")
@@ -204,7 +205,8 @@ def digest(places: Sequence[Path]) -> str:
     found = hashlib.blake2b(digest_size=8)
     for place in places:
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            found.update(f"{file.relative_to(place)}\0".encode() + hashlib.blake2b(file.read_bytes()).digest())
+            content = user_error(read_bytes, file, MAX_BYTES, alone=True)
+            found.update(f"{file.relative_to(place)}\0".encode() + hashlib.blake2b(content).digest())
     return found.hexdigest()
 
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zoo.files import parse_json, read_bytes
+from zoo.files import opened_to_append, parse_json, read_bytes
 from zoo.pictures import whole_file
-from zoo.training import UserError
+from zoo.training import UserError, user_error
 
 MOST = 1 << 32  # bytes; a year of steps has less
 
@@ -32,7 +32,7 @@ def cut_metrics(
     records, damaged = _read(path)
     if damaged:
         beside = path.with_suffix(".damaged")
-        with naming(beside), beside.open("ab") as file:
+        with naming(beside), user_error(opened_to_append, beside) as file:
             file.writelines(line + b"\n" for _, line in damaged)
         numbers = ", ".join(str(number) for number, _ in damaged[:8]) + (", ..." if len(damaged) > 8 else "")
         report(f"{path}: {len(damaged)} lines are damaged and were put into {beside.name}: {numbers}")
@@ -47,8 +47,8 @@ def cut_metrics(
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add one record. An OSError names the file."""
-    with naming(path), path.open("a") as file:
-        file.write(line_of(record))
+    with naming(path), opened_to_append(path) as file:
+        file.write(line_of(record).encode())
 
 
 def line_of(record: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from zoo.training.charts import Chart, Curve, draw
 from zoo.training.config import saved
 from zoo.training.console import command
 from zoo.training.records import read_metrics
+from zoo.training.records import write as write_file
 from zoo.training.tracking import duration, higher, label
 
 CHARTS = (  # key of the records, title, factor
@@ -238,7 +239,7 @@ def write(directories: Sequence[Path], out: Path) -> Path:
         if not (directory / "metrics.jsonl").exists():
             raise UserError(f"{directory} holds no metrics.jsonl: expected the directory of a run")
     text = user_error(page, [Run(directory) for directory in directories])  # a file that is none, as a FIFO
-    out.write_text(text, encoding="utf-8")
+    write_file(out, text)
     return out
 
 
