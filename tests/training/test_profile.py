@@ -1,12 +1,17 @@
 """Where the time of a step goes."""
 
+import gc
 import json
+import weakref
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.support.runs import metrics
 from zoo.training import UserError
-from zoo.training.profile import KINDS, covered, kind_of, shares, wanted
+from zoo.training.profile import KINDS, Profiler, covered, kind_of, shares, wanted
+from zoo.training.sections import Profile
 
 
 def test_an_instant_belongs_to_one_kind():
@@ -37,6 +42,30 @@ def test_ranges_of_steps():
     for wrong in ("13:10", "0:3", "a", ":4", "1:2:3"):
         with pytest.raises(UserError, match="expected FIRST:LAST"):
             wanted(wrong)
+
+
+@pytest.mark.parametrize("options", [Profile(every=1), Profile(steps="2:2")], ids=["shares", "trace"])
+def test_a_profile_leaves_its_events_to_nobody(tmp_path, options, monkeypatch):
+    """Not to a cycle, either: Python looks for those once in hours, and each such profile of a run kept 12 MiB."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    profiler, made = Profiler(options, tmp_path, torch.device("cpu")), []
+    plain = profiler._begin
+
+    def begin(shapes):
+        found = plain(shapes)
+        made.extend((weakref.ref(found), weakref.ref(found.profiler)))
+        return found
+
+    monkeypatch.setattr(profiler, "_begin", begin)
+    gc.collect()
+    gc.disable()
+    try:
+        with profiler.step(2):
+            torch.ones(3).sin()
+    finally:
+        gc.enable()
+    assert made
+    assert [found() for found in made] == [None, None]
 
 
 def test_a_trace_of_some_steps(run, capsys):

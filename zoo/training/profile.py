@@ -66,6 +66,8 @@ class Profiler:
             torch.cuda.synchronize(self.device)
         self.running.stop()
         found, self.running = self.running, None
+        # its table of its own methods keeps the events, megabytes, until Python next looks for cycles: after hours
+        vars(found).pop("action_map", None)
         parts = shares(spans(found))
         self.shares = {f"{kind}_share": share for kind, share in parts.items()}
         self.shares["comm_share"] = parts["switches"] + parts["weights"]
