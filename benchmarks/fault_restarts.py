@@ -120,6 +120,9 @@ def restarts(runs: Any, count: int, chance: random.Random, report: Any) -> None:
             seconds = job.kill(victim) if job.process.poll() is None else None
             if report.hold(seconds is not None, f"{name}: after kill {kill} it does not go on"):
                 took.append(seconds)
+                print(
+                    f"{name}: rank {victim} of {ranks} was killed; the next step came after {seconds:.1f} s", flush=True
+                )
                 report.hold(seconds <= GOES_ON, f"{name}: the next step came after {seconds:.0f} s")
             report.hold(f"error: rank {victim} (" in job.log.read_text(), f"{name}: rank {victim} is not named")
         report.hold(job.end() == 0, f"{name} does not end: {job.log.read_text()[-600:]}")

@@ -202,11 +202,17 @@ def test_another_model_is_refused(run):
 
 
 def _state(**changes):
-    """Another state.json, and a manifest that agrees with it."""
+    """Another state.json, and a manifest that agrees with it; `extra__guard`: a part of a part."""
 
     def damage(path):
         state = json.loads((path / "state.json").read_text())
-        (path / "state.json").write_text(json.dumps({**state, **changes}))
+        for name, value in changes.items():
+            *parents, key = name.split("__")
+            table = state
+            for parent in parents:
+                table = table.setdefault(parent, {})
+            table[key] = value
+        (path / "state.json").write_text(json.dumps(state))
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["state.json"] = verify.digest(path / "state.json")
         (path / "manifest.json").write_text(json.dumps(manifest))
@@ -242,6 +248,14 @@ FORGED = [
     (_manifest('{"a": ' + "9" * 5000 + "}"), "manifest.json"),
     (_state(step=7), "has step '7', where 2 is expected"),
     (_state(format="x\x1b"), "has format 'x\\x1b', where 1 is expected"),
+    (_state(extra=None), "has extra 'None', which is of another type"),
+    (_state(extra__records=3), "has extra.records '3', which is"),
+    (_state(extra__records={"count": "many"}), "has extra.records.count 'many', which is"),
+    (_state(extra__guard=[]), "has extra.guard '[]', which is"),
+    (_state(extra__guard={"norms": [None]}), "has extra.guard.norms '[None]', which is"),
+    (_state(extra__guard={"sound": 1.5}), "has extra.guard.sound '1.5', which is"),
+    (_state(identity=[1]), "has identity '[1]', which is"),
+    (_state(identity__config="x"), "has identity.config 'x', which is"),
 ]
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from zoo.files import open_file, read_bytes
+from zoo.files import fits, open_file, read_bytes
 from zoo.files import read_json as _read_json
 from zoo.training import one_line
 
@@ -23,6 +23,14 @@ FORMAT = 1
 MOST_BYTES = 1 << 26  # of manifest.json and state.json
 MOST_METADATA = 1 << 30  # bytes of .metadata, which has some hundred for each tensor of each rank
 EACH = 24  # fewest bytes for each name and object of a long JSON; a checkpoint's has a hundred for three
+
+
+# the types of a state's parts, from the outside in; older versions may lack any
+PARTS: dict[str, Any] = {
+    "identity": dict, "identity.name": str, "identity.config": dict, "extra": dict, "extra.wandb_id": str | None,
+    "extra.records": dict, "extra.records.count": int, "extra.guard": dict, "extra.guard.norms": tuple[float, ...],
+    **{f"extra.guard.{name}": int for name in ("skipped", "in_row", "sound", "taken")},
+}  # fmt: skip
 
 
 class Damaged(Exception):
@@ -138,6 +146,13 @@ def check_state(path: Path, step: int) -> dict[str, Any]:
     for key, expected in {"format": FORMAT, "step": step}.items():
         if state.get(key) != expected:
             raise Damaged(f"{path} has {key} {str(state.get(key))[:40]!r}, where {expected} is expected")
+    for name, kind in PARTS.items():
+        *parents, key = name.split(".")
+        table = state
+        for parent in parents:
+            table = table.get(parent, {})
+        if key in table and not fits(table[key], kind):
+            raise Damaged(f"{path} has {name} {str(table[key])[:40]!r}, which is of another type")
     return state
 
 
