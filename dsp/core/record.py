@@ -182,7 +182,7 @@ class Cost(NamedTuple):
 
     inside: bytes touched in modules of a stage that communicate themselves; operations: those that are not views;
     recomputed: it runs again in backward; restarts: so does a checkpoint of which it is the first node, from its
-    operands, which are kept; itself: the stage is such a checkpoint.
+    operands, which are kept; itself: the stage is such a checkpoint; parameters: it reads parameters alone.
     """
 
     flops: int = 0
@@ -195,6 +195,7 @@ class Cost(NamedTuple):
     recomputed: bool = False
     restarts: bool = False
     itself: bool = False
+    parameters: bool = False
 
 
 FREE = Cost()  # of a node that nobody measured

@@ -44,6 +44,11 @@ def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[...
     def prepare(model: nn.Module, along: str | None = None) -> Prepared:
         stages, root = stages_of(model, None)
         cores = _cores(model, stages)
+        if not cores and isinstance(getattr(model, "cores", None), Mapping):
+            raise ValueError(
+                f"{type(model).__name__} names no attention core that {kind.label} could run on parts of its keys: its "
+                "`cores` are empty. Use method='dsp'"
+            )
         if not cores:
             raise ValueError(
                 f"{type(model).__name__} has no attribute `cores`, which {kind.label} needs: a dict from the path of "

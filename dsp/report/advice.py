@@ -27,12 +27,12 @@ def remedy(
 
     unnamed: the inputs that the root pattern leaves out, by parameter; replan: makes a plan with another root pattern.
     """
-    if not plan.whole:
+    if not plan.of_inputs:
         return ""
     if root is not None and (text := with_unnamed(root, record, unnamed, plan)):
         try:
             better = replan(parse(text, root=True))
-            now, before = ((p.flops_whole, sum(w.bytes for w in p.whole)) for p in (better, plan))
+            now, before = ((p.flops_whole, sum(w.bytes for w in p.of_inputs)) for p in (better, plan))
             if now < before:
                 return (
                     f'Name its other inputs in stages, too, "": "{text}": then the largest tensor of a rank is '
@@ -40,7 +40,7 @@ def remedy(
                 )
         except Exception as reason:
             log.debug("no plan with %s: %s: %s", text, type(reason).__name__, reason)
-    if not any(w.module for w in plan.whole):
+    if not any(w.module for w in plan.of_inputs):
         return "Move what can be sharded along some dim into a submodule, and name it in stages"
     causes = "".join(f"{name}(): {reason}. " for name, reason in dict(reasons(record, plan)).items())
     return f"{causes}dsp.discover tells whether a stage there can be sharded, and finds its line"
@@ -49,7 +49,7 @@ def remedy(
 def reasons(record: Record, plan: Plan) -> Iterator[tuple[str, str]]:
     """The most expensive replicated operations, by name, each with the reason why its rule refuses a shard."""
     nodes = {(node.name, generic(node.module)): node for node in record.nodes if node.kind == "operation"}
-    for node in [nodes[w.name, w.module] for w in plan.whole[:OPERATIONS] if (w.name, w.module) in nodes]:
+    for node in [nodes[w.name, w.module] for w in plan.of_inputs[:OPERATIONS] if (w.name, w.module) in nodes]:
         if (reason := refusal(node, record.n)) is not None:
             yield node.name, reason
 
@@ -69,7 +69,10 @@ def refusal(node: Node, n: int) -> str | None:
 
 def with_unnamed(root: StagePattern, record: Record, unnamed: Mapping[str, Any], plan: Plan) -> str:
     """The root pattern, with the inputs that it lacks if they are as long as a share of what runs replicated."""
-    letters, least = iter([x for x in LETTERS if x not in record.sizes]), min(w.bytes for w in plan.whole) / plan.size
+    letters, least = (
+        iter([x for x in LETTERS if x not in record.sizes]),
+        min(w.bytes for w in plan.of_inputs) / plan.size,
+    )
     long = {param: x for param, x in unnamed.items() if param.isidentifier() and x.ndim and x.nbytes >= least}
     more = [str(TensorPattern(axes_of(x, record.sizes, letters), frozenset(), param)) for param, x in long.items()]
     inputs, arrow, outputs = root.text.partition("->")

@@ -120,7 +120,8 @@ class Loads:
                 continue
             key = step.node.name, generic(step.node.module)
             row = rows.get(key, Whole(*key, 0, 0.0, 0))
-            rows[key] = Whole(*key, max(row.bytes, largest), row.part + work / total, row.calls + 1)
+            alone = step.node.cost.parameters
+            rows[key] = Whole(*key, max(row.bytes, largest), row.part + work / total, row.calls + 1, alone)
         return sorted(rows.values(), key=lambda w: (w.part, w.bytes), reverse=True)
 
 

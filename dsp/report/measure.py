@@ -17,22 +17,27 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.core.backward import placeholder, unpack
 from dsp.core.carrier import LOCAL, Carrier
-from dsp.core.meter import Meter, visible
+from dsp.core.meter import Meter, facts, visible
 from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
 from dsp.stages.methods import NOTHING_INSIDE, InsideCost, StageMethod
 from dsp.stages.stage import clean
 from dsp.support.private import FLEX, FakeTensor, checkpoint_frame, compiled_callers, storage_id
 from dsp.support.source_lines import line_now
+from dsp.support.tensors import tensors_in
 
 
 class Plain(NamedTuple):
-    """Functions of plain tensors that ran between two nodes, and whether one of them kept something for backward."""
+    """Functions of plain tensors that ran between two nodes, and whether one of them kept something for backward.
+
+    parameters: they read parameters and what was made of these alone.
+    """
 
     name: str
     module: str
     cost: Cost
     kept: bool
+    parameters: bool
 
 
 class Measure(Meter):
@@ -59,6 +64,9 @@ class Measure(Meter):
                 module.register_forward_hook(self.leave)
         self.paths = {id(m): clean(path) for path, m in model.named_modules()}
         self.resident = {storage_id(t.untyped_storage()) for t in exist}
+        self.weights = storages(model.parameters())  # their memory, and that of what was made of them alone
+        self.between = True  # whether no node runs
+        self.alone = True  # whether all that has run since the last node read these alone
         self.kept: dict[int, torch.UntypedStorage] = {}  # memory kept for backward; a reference, so that ids stay valid
         self.saved: list[Tensor] = []  # since the last restart
         self.plain: list[Plain] = []  # since the last node
@@ -79,6 +87,14 @@ class Measure(Meter):
         self.attention.__exit__(*error)
         self.saving.__exit__(*error)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.between and facts(func).makes:
+            operands = storages(tensors_in((args, kwargs or {})))
+            self.alone &= bool(operands) and operands.keys() <= self.weights.keys()
+            self.weights |= storages(tensors_in(out)) if self.alone else {}
+        return out
+
     def pack(self, t: Tensor) -> Any:
         with LOCAL():
             if self.recompute and self.stage is not None and isinstance(t, FakeTensor):  # recomputed, not kept
@@ -94,13 +110,13 @@ class Measure(Meter):
         if self.flops or any(self.touched):
             path, saved, keeps = place(self.paths), self.keep(), bool(self.saved)
             cost = Cost(self.flops, sum(self.touched), self.largest, self.peak, saved)
-            self.plain.append(Plain(self.heaviest, path, cost, keeps))
+            self.plain.append(Plain(self.heaviest, path, cost, keeps, self.alone))
         super().start(node)
-        self.saved, self.stage, self.methods = [], node, {}
+        self.saved, self.stage, self.methods, self.between = [], node, {}, False
 
     def finish(self, node: Node) -> None:
         super().finish(node)
-        self.saved, self.stage = [], None
+        self.saved, self.stage, self.between, self.alone = [], None, True, True
 
     def enter(self, method: StageMethod, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what a module of the running stage sends, for each dim that the stage may be sharded along."""
@@ -126,7 +142,10 @@ class Measure(Meter):
     def value(self, node: Node) -> tuple[Any, Cost, dict[str | None, InsideCost]]:
         kept = self.keep()
         if node.kind == "stage":  # as if no other node had kept it: equal calls share the cost
-            kept = sum(storage.nbytes() for storage in storages(self.saved).values())
+            kept = sum(
+                storage.nbytes()
+                for storage in storages(t for t in self.saved if not isinstance(t, nn.Parameter)).values()
+            )
         outside, inside = self.touched
         cost = Cost(self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations)
         return super().value(node), cost, self.methods
@@ -159,7 +178,7 @@ class Measure(Meter):
             node = Node("plain", heaviest.name, [], module=module, result_grads=(kept,))
             node.cost = Cost(
                 sum(c.flops for c in costs), sum(c.touched for c in costs), max(c.largest for c in costs),
-                heaviest.cost.work, sum(c.saved for c in costs),
+                heaviest.cost.work, sum(c.saved for c in costs), parameters=all(p.parameters for p in several),
             )  # fmt: skip
             self.record.nodes.append(node)
         self.plain = []
@@ -183,9 +202,9 @@ class VisiblePairs(TorchFunctionMode):
             self.meter.part = 1.0
 
 
-def storages(kept: list[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The memory of kept tensors, without parameters."""
-    return {storage_id(t.untyped_storage()): t.untyped_storage() for t in kept if not isinstance(t, nn.Parameter)}
+def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The memory of tensors that have one block of it."""
+    return {storage_id(t.untyped_storage()): t.untyped_storage() for t in tensors if t.layout == torch.strided}
 
 
 def place(paths: dict[int, str]) -> str:

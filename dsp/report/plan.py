@@ -145,7 +145,7 @@ def plan_stages(
     if not advise:
         return plan
     plan = replace(plan, record=record)
-    if not plan.whole:
+    if not plan.of_inputs:
         return plan
     bound = signature_of(model, root).bind(args, kwargs)[1]
     unnamed = {b.param: b.tensor for b in bound if b.pattern is None}

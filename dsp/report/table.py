@@ -59,7 +59,7 @@ class Switch:
 class Whole:
     """Glue that every rank runs in full: an operation of one module's forward, its number of calls, and its cost.
 
-    bytes: of the largest tensor; part: its share of all FLOPs of one process.
+    bytes: of the largest tensor; part: its share of all FLOPs of one process; parameters: it reads parameters alone.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Whole:
     bytes: int
     part: float
     calls: int = 1
+    parameters: bool = False
 
     def __str__(self) -> str:
         share = f", {self.part:.0%} of all FLOPs" if self.part >= 0.005 else ""
@@ -76,8 +77,12 @@ class Whole:
 
 def every_rank_runs(rows: Sequence[Whole]) -> str:
     """A sentence on operations that every rank runs in full, with the first of them."""
-    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-    return f"between stages every rank runs these operations whole: {', '.join(map(str, rows[:3]))}{more}"
+    return f"between stages every rank runs these operations whole: {named(rows)}"
+
+
+def named(rows: Sequence[Whole]) -> str:
+    """The first of some operations, and the number of the others."""
+    return ", ".join(map(str, rows[:3])) + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -211,9 +216,15 @@ class Plan:
 
     @property
     def _whole_glue(self) -> str:
-        if not self.whole:
-            return ""
-        return every_rank_runs(self.whole) + (f". {self.remedy}" if self.remedy else "")
+        inputs, parameters = self.of_inputs, [w for w in self.whole if w.parameters]
+        remedied = every_rank_runs(inputs) + (f". {self.remedy}" if self.remedy else "") if inputs else ""
+        beside = f"from parameters alone every rank computes {named(parameters)}: no line of stages changes that"
+        return ". ".join(filter(None, (remedied, beside if parameters else "")))
+
+    @property
+    def of_inputs(self) -> list[Whole]:
+        """Of `whole`, the operations that a stage could shard: they read more than parameters."""
+        return [w for w in self.whole if not w.parameters]
 
     @property
     def _whole_stages(self) -> str:

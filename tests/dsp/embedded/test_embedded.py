@@ -196,6 +196,7 @@ def build_meta(name: str, **overrides: int) -> tuple[nn.Module, dict[str, Tensor
     [
         ("transformer2d", "rings", 2, "method='rings': expected one of 'dsp', 'ulysses', 'ring'"),
         ("st_mamba", "ring", 2, "has no attribute `cores`, which ring needs"),
+        ("hunyuan", "ring", 2, "HunyuanVideo names no attention core that ring could run .* its `cores` are empty"),
         ("transformer2d", "ulysses", 8, "ulysses deals 4 heads over 8 ranks.*parallel.sp=4"),
     ],
 )

@@ -205,6 +205,29 @@ def test_what_no_line_helps_is_said_too() -> None:
         dsp.discover(CASES["written graph"][0](), CASES["written graph"][1])
 
 
+class Normed(nn.Module):
+    """Weights that are made of parameters in each forward, and are longer than the sequence."""
+
+    stages = {"": "x=b s c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_made_of_parameters_alone_has_advice_of_its_own(trained: bool) -> None:
+    """No stage shards it."""
+    model = Normed().requires_grad_(trained)
+    plan = dsp.plan(model, torch.randn(1, 9, 64), size=2, gather_output=False)
+    assert (plan.of_inputs, plan.remedy) == ([], "")
+    told = r"from parameters alone every rank computes weight_norm_interface\(\) in f \(48.0 KiB\): no line .*"
+    assert re.fullmatch(told, plan.advice)
+
+
 def test_what_is_written_into_a_whole_tensor_is_said_too() -> None:
     plan = dsp.plan(Written(), torch.randn(12, 6), size=3, gather_output=False)
     assert [(w.name, w.bytes) for w in plan.whole] == [("clone", 288), ("setitem", 288)]
