@@ -195,7 +195,7 @@ def build_meta(name: str, **overrides: int) -> tuple[nn.Module, dict[str, Tensor
     ("name", "method", "size", "message"),
     [
         ("transformer2d", "rings", 2, "method='rings': expected one of 'dsp', 'ulysses', 'ring'"),
-        ("st_mamba", "ring", 2, "has no attribute `cores`, which ring needs"),
+        ("st_mamba", "ring", 2, "STMamba names no attention core that ring could run .* its `cores` are empty"),
         ("hunyuan", "ring", 2, "HunyuanVideo names no attention core that ring could run .* its `cores` are empty"),
         ("transformer2d", "ulysses", 8, "ulysses deals 4 heads over 8 ranks.*parallel.sp=4"),
     ],
@@ -210,6 +210,7 @@ def test_cores_that_do_not_fit_are_errors() -> None:
     model, inputs = build_meta("transformer2d")
     core = "blocks.*.spatial.attention.core"
     for cores, message in [
+        (None, "has no attribute `cores`, which ring needs"),
         ({"blocks.*.spatial.core": "(b t) [s] h [e]"}, "matches no submodule"),
         ({core: "(b t) [s] h [e]"}, "expected patterns of queries, keys and values"),
         ({core: "(b t) [s] c [e], (b t) [s] c [e], (b t) [s] c [e]"}, "under names that are not in its stage"),
