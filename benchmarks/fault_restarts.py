@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import isclose
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.common import ROOT
@@ -44,6 +45,14 @@ def children(pid: int) -> list[int]:
     with suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
+
+
+def computed(pid: int) -> float:
+    """The seconds that a process has had of a core."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def samples(path: Path) -> dict[int, set[str]]:
@@ -76,16 +85,17 @@ class Job:
         while time.monotonic() < end and self.process.poll() is None:
             if value := condition(self.records()):
                 return value
-            time.sleep(0.02)
+            time.sleep(0.1)
         return None
 
-    def kill(self, rank: int) -> float | None:
-        """Kill a rank; the seconds until the job has taken its next step, None if it does not go on."""
+    def kill(self, rank: int) -> tuple[float, float] | None:
+        """Kill a rank; the seconds until the job has taken its next step, and those that its slowest rank has computed
+        by then, None if it does not go on."""
         before = sum("resumed" in record for record in self.records())
         os.kill(children(self.process.pid)[rank], signal.SIGKILL)
         killed = time.time()
         first = self.wait(lambda found: next((r for r in since(found, before + 1) if "loss" in r), None))
-        return first and first["time"] - killed
+        return first and (first["time"] - killed, max(map(computed, children(self.process.pid)), default=0.0))
 
     def end(self) -> int | None:
         """Wait for the job's end; its exit status, None if it had to be killed."""
@@ -107,7 +117,7 @@ def restarts(runs: Any, count: int, chance: random.Random, report: Any) -> None:
     """SIGKILL for ranks of jobs, at any step; nobody starts them again but their launcher."""
     quiet = Job(runs, "undisturbed", ["--nproc-per-node", "2"])
     report.hold(quiet.end() == 0, "the undisturbed job does not end")
-    expected, took, equal, alone = samples(quiet.drawn), [], 0, count * 2 // 3
+    expected, took, work, equal, alone = samples(quiet.drawn), [], [], 0, count * 2 // 3
     jobs = [(3, ["--min-ranks", "2"], 1)] * alone + [(2, [], count - alone)] * (count > alone)
     for i, (ranks, fewer, kills) in enumerate(jobs):
         launch = ["--nproc-per-node", str(ranks), "--restarts", str(kills), *fewer]
@@ -117,13 +127,14 @@ def restarts(runs: Any, count: int, chance: random.Random, report: Any) -> None:
             victim, ahead = chance.randrange(ranks), chance.randint(first, max(4, runs.steps * 3 // 4 // kills))
             job.wait(lambda found: len(since(found, kill)) > ahead)  # noqa: B023
             time.sleep(chance.random() * 0.05)
-            seconds = job.kill(victim) if job.process.poll() is None else None
-            if report.hold(seconds is not None, f"{name}: after kill {kill} it does not go on"):
+            done = job.kill(victim) if job.process.poll() is None else None
+            if report.hold(done is not None, f"{name}: after kill {kill} it does not go on"):
+                seconds, busy = done
                 took.append(seconds)
-                print(
-                    f"{name}: rank {victim} of {ranks} was killed; the next step came after {seconds:.1f} s", flush=True
-                )
-                report.hold(seconds <= GOES_ON, f"{name}: the next step came after {seconds:.0f} s")
+                work.append(busy)
+                told = f"the next step came after {seconds:.1f} s, of which a rank computed {busy:.1f} s"
+                print(f"{name}: rank {victim} of {ranks} was killed; {told}", flush=True)
+                report.hold(seconds <= GOES_ON, f"{name}: {told}")
             report.hold(f"error: rank {victim} (" in job.log.read_text(), f"{name}: rank {victim} is not named")
         report.hold(job.end() == 0, f"{name} does not end: {job.log.read_text()[-600:]}")
         found = job.records()
@@ -135,6 +146,11 @@ def restarts(runs: Any, count: int, chance: random.Random, report: Any) -> None:
         )
         report.hold(alike, f"{name}: another curve")
         equal += report.hold(samples(job.drawn) == expected, f"{name}: other samples")
-    slowest, middle = (f"{seconds:.1f}" for seconds in (max(took, default=0), sorted([*took, 0])[len(took) // 2]))
-    more = {"jobs": len(jobs), "of_three_ranks": alone, "same_samples": equal}
-    report.add("restarts", len(took), **more, slowest_s=slowest, median_s=middle, load=f"{os.getloadavg()[1]:.0f}")
+    more = {"jobs": len(jobs), "of_three_ranks": alone, "same_samples": equal, "load": f"{os.getloadavg()[1]:.0f}"}
+    report.add("restarts", len(took), **more, **{f"{name}_s": f"{value:.1f}" for name, value in spent(took, work)})
+
+
+def spent(took: Sequence[float], work: Sequence[float]) -> Iterator[tuple[str, float]]:
+    """The seconds from a kill to the next step, by name, and those that a rank computed meanwhile."""
+    if took:
+        yield from (("median", median(took)), ("slowest", max(took)), ("median_computing", median(work)))

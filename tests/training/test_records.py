@@ -50,9 +50,11 @@ def test_lines_that_are_missing_are_said(tmp_path):
     [
         b"{", b"[]", b"null", b"7", b'{"step": "3"}', b'{"loss": 1}', b'{"step": -1}', b'{"step": true}',
         b"\xff\xfe\x00", b"[" * 200_000, b'{"step": 2}{"step": 3}',
-        b'{"step": 2, "loss": ' + b"9" * 5000,
+        b'{"step": 2, "loss": ' + b"9" * 5000, b'{"step": 2, "loss": 1e400}', b'{"step": 2, "time": "noon"}',
+        b'{"step": 2, "elapsed": [1]}', b'{"step": 1' + b"0" * 400 + b"}", b'{"step": 2, "val_losses": [1, -1e305]}',
+        b'{"step": 2, "loss": NaN}', b'{"step": 2, "tokens_per_s": 1' + b"0" * 400 + b"}",
     ],
-    ids=range(12),
+    ids=range(19),
 )  # fmt: skip
 @pytest.mark.parametrize("place", [0, 3, 6])
 def test_a_damaged_line_is_named_and_kept(tmp_path, line, place):

@@ -1,6 +1,7 @@
 """The watch of ranks: two watches in one process, joined by a socket."""
 
 import contextlib
+import json
 import re
 import socket
 import struct
@@ -355,6 +356,26 @@ def test_a_message_of_another_version_ends_the_run_and_not_the_watch_alone(start
     watch.send(both.all[sender].peers[0], **message)
     both.wait(0, 1)
     assert "sent a message that is not one of this code" in capsys.readouterr().err
+
+
+FLIGHT = {"rank": 0, "fault": "error: x", "place": "y", "modules": ["z"], "collectives": []}
+ENTRY = {"group": "g", "number": 3, "name": "n", "sizes": [[2, 3]], "done": False, "seconds_ago": 1.0}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [], 3, {}, *({**FLIGHT, key: None} for key in FLIGHT), FLIGHT | {"modules": [1]}, FLIGHT | {"rank": 1e400},
+        *(FLIGHT | {"collectives": [ENTRY | {key: None}]} for key in ENTRY), FLIGHT | {"collectives": [3]},
+    ],
+)  # fmt: skip
+def test_a_flight_record_that_lacks_a_part_is_one_line(tmp_path, capsys, record):
+    (tmp_path / "rank-0.json").write_text(json.dumps(FLIGHT | {"collectives": [ENTRY]}))
+    assert flight.main([str(tmp_path)]) == 0
+    assert "in collective 3 of group g, n of 2x3" in capsys.readouterr().out
+    (tmp_path / "rank-0.json").write_text(json.dumps(record))
+    assert flight.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/rank-0.json: damaged: it lacks a part of a flight record\n"
 
 
 def test_nobody_listens():

@@ -15,12 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.files import parse_json, read_json
+from zoo.files import fits, parse_json, read_json
 from zoo.training import UserError
 from zoo.training.console import command
 
 LAST = 40  # collectives that are kept, of each rank
 MOST = 1 << 22  # bytes of a file
+RECORD = {"rank": int, "fault": str, "place": str, "modules": tuple[str, ...], "collectives": tuple[dict, ...]}
+ENTRY = {
+    "group": str, "number": int, "name": str, "sizes": tuple[tuple[int, ...], ...], "done": bool, "seconds_ago": float,
+}  # fmt: skip
 
 
 def folder(run: Path) -> Path:
@@ -76,12 +80,20 @@ def read(folder: Path) -> list[Mapping[str, Any]]:
     found = []
     for path in [*folder.glob("rank-*.json")] or max(folder.glob("flight/*"), default=folder).glob("rank-*.json"):
         try:
-            found.append(read_json(path, MOST))
+            record = read_json(path, MOST)
+            if not has(record, RECORD) or not all(has(entry, ENTRY) for entry in record["collectives"]):
+                raise ValueError("damaged: it lacks a part of a flight record")
+            found.append(record)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: {error}") from None
     if not found:
         raise UserError(f"{folder} has no flight record: one is written when a run of several ranks hangs or loses one")
     return sorted(found, key=lambda record: record["rank"])
+
+
+def has(table: Any, parts: Mapping[str, Any]) -> bool:
+    """Tell whether a table has parts of these types."""
+    return isinstance(table, dict) and all(name in table and fits(table[name], kind) for name, kind in parts.items())
 
 
 def lines(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from zoo.pictures import whole_file
 from zoo.training import UserError, user_error
 
 MOST = 1 << 32  # bytes; a year of steps has less
+GREATEST = 1e300  # of the numbers in a record; losses that are not finite are written as null
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -92,8 +93,18 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
             record: Any = parse_json(line)
         except ValueError:
             record = None
-        if isinstance(record, dict) and type(record.get("step")) is int and record["step"] >= 0:
+        if isinstance(record, dict) and sound(record):
             records.append(record)
         elif line.strip():
             damaged.append((number, line))
     return records, damaged
+
+
+def sound(record: Mapping[str, Any]) -> bool:
+    """Tell whether a record has a step, seconds that are numbers, and no number beyond those that a run writes."""
+    if type(record.get("step")) is not int or record["step"] < 0:
+        return False
+    if any(not isinstance(record.get(key) or 0.0, int | float) for key in ("time", "elapsed")):
+        return False
+    numbers = (each for value in record.values() for each in (value if isinstance(value, list) else [value]))
+    return all(abs(n) < GREATEST for n in numbers if isinstance(n, int | float))

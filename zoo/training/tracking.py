@@ -100,7 +100,7 @@ class Tracker:
     @property
     def elapsed(self) -> float:
         """Seconds that the run has taken so far, by its records."""
-        return max((record.get("elapsed", 0.0) for record in self.records), default=0.0)
+        return max((record.get("elapsed") or 0.0 for record in self.records), default=0.0)
 
     def log(self, step: int, **values: Any) -> None:
         """Append one record, with the time in seconds since 1970. NaN and infinity are null, as JSON has neither."""
