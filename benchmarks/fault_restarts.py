@@ -94,7 +94,7 @@ class Job:
         before = sum("resumed" in record for record in self.records())
         os.kill(children(self.process.pid)[rank], signal.SIGKILL)
         killed = time.time()
-        first = self.wait(lambda found: next((r for r in since(found, before + 1) if "loss" in r), None))
+        first = self.wait(lambda records: next((r for r in since(records, before + 1) if "loss" in r), None))
         return first and (first["time"] - killed, max(map(computed, children(self.process.pid)), default=0.0))
 
     def end(self) -> int | None:
@@ -125,22 +125,22 @@ def restarts(runs: Any, count: int, chance: random.Random, report: Any) -> None:
         for kill in range(kills):
             first = 1 if kill else 4  # there is a checkpoint
             victim, ahead = chance.randrange(ranks), chance.randint(first, max(4, runs.steps * 3 // 4 // kills))
-            job.wait(lambda found: len(since(found, kill)) > ahead)  # noqa: B023
+            job.wait(lambda records: len(since(records, kill)) > ahead)  # noqa: B023
             time.sleep(chance.random() * 0.05)
             done = job.kill(victim) if job.process.poll() is None else None
             if report.hold(done is not None, f"{name}: after kill {kill} it does not go on"):
                 seconds, busy = done
                 took.append(seconds)
                 work.append(busy)
-                told = f"the next step came after {seconds:.1f} s, of which a rank computed {busy:.1f} s"
-                print(f"{name}: rank {victim} of {ranks} was killed; {told}", flush=True)
-                report.hold(seconds <= GOES_ON, f"{name}: {told}")
+                text = f"the next step came after {seconds:.1f} s, of which a rank computed {busy:.1f} s"
+                print(f"{name}: rank {victim} of {ranks} was killed; {text}", flush=True)
+                report.hold(seconds <= GOES_ON, f"{name}: {text}")
             report.hold(f"error: rank {victim} (" in job.log.read_text(), f"{name}: rank {victim} is not named")
         report.hold(job.end() == 0, f"{name} does not end: {job.log.read_text()[-600:]}")
-        found = job.records()
-        resumed = [record["resumed"] for record in found if "resumed" in record]
+        records = job.records()
+        resumed = [record["resumed"] for record in records if "resumed" in record]
         report.hold(resumed[-1:] == [2], f"{name}: it went on with {resumed} ranks")
-        losses = {record["step"]: record["loss"] for record in found if "loss" in record}
+        losses = {record["step"]: record["loss"] for record in records if "loss" in record}
         alike = losses.keys() == runs.curve.keys() and all(
             isclose(loss, runs.curve[step], rel_tol=1e-4) for step, loss in losses.items()
         )

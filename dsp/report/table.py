@@ -223,7 +223,7 @@ class Plan:
 
     @property
     def of_inputs(self) -> list[Whole]:
-        """Of `whole`, the operations that a stage could shard: they read more than parameters."""
+        """The operations of `whole` that a stage could shard: they read more than parameters."""
         return [w for w in self.whole if not w.parameters]
 
     @property

@@ -291,7 +291,7 @@ def test_values_have_the_annotated_type() -> None:
 
 
 def test_files_are_opened_at_one_place() -> None:
-    """What others wrote is opened by zoo/files.py, or its name is given to a library once it is a regular file."""
+    """Files of others are opened by zoo/files.py, or their names are given to a library once they are regular."""
     found = []
     for path in sorted((ROOT / "zoo").rglob("*.py")):
         inside = path.relative_to(ROOT / "zoo")
