@@ -21,7 +21,7 @@ from zoo.training.console import command
 
 LAST = 40  # collectives that are kept, of each rank
 MOST = 1 << 22  # bytes of a file
-RECORD = {"rank": int, "fault": str, "place": str, "modules": tuple[str, ...], "collectives": tuple[dict, ...]}
+RECORD = {"rank": int, "fault": str, "place": str, "modules": tuple[str, ...], "collectives": tuple[object, ...]}
 ENTRY = {
     "group": str, "number": int, "name": str, "sizes": tuple[tuple[int, ...], ...], "done": bool, "seconds_ago": float,
 }  # fmt: skip
