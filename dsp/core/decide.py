@@ -83,10 +83,10 @@ class Versions:
         for v in written:
             self.latest[v] = len(self.bases)
             self.bases.append(v)
-        made = [*(r.base for r in node.results), *written]
-        for v in made:
+        outputs = [*(r.base for r in node.results), *written]
+        for v in outputs:
             (self.fixed.discard if v.last_write in self.passed else self.fixed.add)(self.latest[v])
-        return inputs, tuple(self.latest[v] for v in made)
+        return inputs, tuple(self.latest[v] for v in outputs)
 
     def extents(self, names: dict[Base, str], n: int) -> Iterator[Extents]:
         """The values as the planner reads them."""
