@@ -420,6 +420,27 @@ FAULTS = [
         "dsp/core/test_host::test_the_collector_may_come_at_any_operation",
     ),
     Fault(
+        "results whose sizes data say have those of an earlier call",
+        "dsp/core/run.py",
+        "if node.sized and node.results:",
+        "if False:",
+        "dsp/core/test_growth::test_data_may_say_other_sizes_in_every_call",
+    ),
+    Fault(
+        "a record that grew too long goes on growing",
+        "dsp/core/parallel.py",
+        "if len(record.nodes) > GROWN:",
+        "if False:",
+        "dsp/core/test_growth::test_a_record_of_ever_other_sizes_does_not_grow_for_good",
+    ),
+    Fault(
+        "an index list may be as long as the mark of the sharded dim",
+        "dsp/glue/rules/joins.py",
+        "mark = 1 + max(*x.shape, *lengths)",
+        "mark = 1 + max(x.shape)",
+        "dsp/glue/test_prover::test_what_a_rule_accepts_is_right",
+    ),
+    Fault(
         "a record grows by no stages",
         "dsp/core/growth.py",
         'if node.results or node.kind != "stage"]',
