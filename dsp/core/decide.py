@@ -136,11 +136,13 @@ def priced(op: Op, node: Node, values: Sequence[Extents], n: int, memory: int | 
 
 def replicate_before_outputs(nodes: Sequence[Node]) -> None:
     """Let operations run replicated that only rearrange numbers, or whose operands every rank can make, where nothing
-    but gathered outputs is made of their results: these are replicated anyway."""
+    but gathered outputs is made of their results: these are replicated anyway. A copy that shares memory on one device
+    would miss what is written there."""
     elsewhere: set[Base] = set()  # bases of which something else is made
     for node in reversed(nodes):
         bases = {*written_bases(node), *(r.base for r in node.results)}
-        cheap = node.rearranges or (bool(node.bases) and all(v.free for v in node.bases))
+        rearranges = node.rearranges and (node.view or all(v.last_write is None for v in bases))
+        cheap = rearranges or (bool(node.bases) and all(v.free for v in node.bases))
         if node.kind == "operation" and cheap and bases.isdisjoint(elsewhere):
             if all(any(o.needs) for o in node.offers):
                 node.offers.append(replicated(node, len(node.results)))
