@@ -38,24 +38,32 @@ class LatentFolder:
     def __init__(self, root: str | os.PathLike[str] | Mapping[str, float], buckets: Sequence[Bucket] = ()):
         self.shares = dict(root) if isinstance(root, Mapping) else {str(root): 1.0}
         self.latents = Latents(*self.shares)
-        self.manifest, entries = self.latents.manifest, self.latents.entries
-        if not entries:
+        self.manifest, self.files = self.latents.manifest, self.latents.files
+        self.refuse_contradictions()
+        self.caption(None)  # finds a damaged file now
+        self.fill(buckets)
+
+    def refuse_contradictions(self) -> None:
+        """Raise LatentError for a folder without clips, or with one that contradicts the manifest."""
+        if not self.latents.entries:
             raise LatentError(
                 f"no clips in {', '.join(self.shares)}: it holds a manifest and no shard; encode some videos into it"
             )
-        for entry in entries:
-            if entry.shape[0] != self.manifest.channels or entry.tokens > self.manifest.text_length:
-                most, channels = self.manifest.text_length, self.manifest.channels
+        most, channels = self.manifest.text_length, self.manifest.channels
+        for entry in self.latents.entries:
+            if entry.shape[0] != channels or entry.tokens > most:
                 raise LatentError(
                     f"{self.latents.folder}: {entry.name} in {entry.shard} has {entry.shape[0]} channels and "
                     f"{entry.tokens} tokens, where the manifest says {channels} and at most {most}"
                 )
-        self.files = self.latents.files
-        self.caption(None)  # finds a damaged file now
+
+    def fill(self, buckets: Sequence[Bucket]) -> None:
+        """Sort the clips into buckets."""
+        entries = self.latents.entries
         if repeated := sorted({str(bucket) for bucket in buckets if list(buckets).count(bucket) > 1}):
             raise LatentError(f"{', '.join(repeated)}: named twice among the buckets")
-        found = sorted({Bucket(*entry.shape[1:]) for entry in entries}, key=largest_first)
-        self.buckets = sorted(buckets, key=largest_first) if buckets else found
+        shapes = sorted({Bucket(*entry.shape[1:]) for entry in entries}, key=largest_first)
+        self.buckets = sorted(buckets, key=largest_first) if buckets else shapes
         self.clips: list[list[Entry]] = [[] for _ in self.buckets]
         for entry in entries:
             if places := [i for i, bucket in enumerate(self.buckets) if bucket.holds(*entry.shape[1:], entry.fps)]:
@@ -63,7 +71,7 @@ class LatentFolder:
         for bucket, clips in zip(self.buckets, self.clips):
             if not clips:
                 rates = {Bucket(*e.shape[1:], e.fps) for e in entries if bucket.fps and e.shape[1:] == bucket.shape}
-                there = ", ".join(map(str, sorted(rates, key=largest_first) or found))
+                there = ", ".join(map(str, sorted(rates, key=largest_first) or shapes))
                 raise LatentError(f"no clip of {', '.join(self.shares)} fits the bucket {bucket}; there are {there}")
         if left := len(entries) - len(self):
             log.info(

@@ -79,42 +79,61 @@ def read(path: Path) -> dict[str, Pair]:
 
     ValueError: the file is missing, damaged, or of another kind of adapter.
     """
+    files = [path / name for name in FILES if (path / name).is_file()] if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise ValueError(f"{path}: no such file, or a folder without {' or '.join(FILES)}")
+    state, settings = contents(files[0])
+    try:
+        pairs = matrices(state)
+        return {layer: (a, b * scale_of(settings, len(a))) for layer, (a, b) in pairs.items()}
+    except ValueError as error:
+        raise ValueError(f"{files[0]}: {error}") from None
+
+
+def contents(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a file in float32, and its settings: diffusers writes them in it, peft beside it."""
     from safetensors import SafetensorError, safe_open
 
-    found = [path / name for name in FILES if (path / name).is_file()] if path.is_dir() else [path]
-    if not found or not found[0].is_file():
-        raise ValueError(f"{path}: no such file, or a folder without {' or '.join(FILES)}")
     try:
-        with safe_open(regular(found[0]), "pt") as file:
-            state = {key: file.get_tensor(key).float() for key in sorted(file.keys())}
-            settings = parse_json((file.metadata() or {}).get(METADATA, "{}"))
+        with safe_open(regular(file), "pt") as opened:
+            state = {key: opened.get_tensor(key).float() for key in sorted(opened.keys())}
+            settings = parse_json((opened.metadata() or {}).get(METADATA, "{}"))
             if not isinstance(settings, dict):
                 raise ValueError(f"its {METADATA} is no table")
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{found[0]}: not readable as safetensors: {error}") from None
-    beside = found[0].with_name("adapter_config.json")
+        raise ValueError(f"{file}: not readable as safetensors: {error}") from None
+    beside = file.with_name("adapter_config.json")
     settings = {key.removeprefix(PREFIXES[0]): value for key, value in settings.items()}
-    settings |= read_table(beside) if beside.is_file() else {}
+    return state, settings | (read_table(beside) if beside.is_file() else {})
+
+
+def matrices(state: Mapping[str, Tensor]) -> dict[str, Pair]:
+    """lora_A and lora_B of each layer, as matrices. Raises ValueError for other keys."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         layer, mark, rest = key.partition(".lora_")
         prefix = next((prefix for prefix in PREFIXES if layer.startswith(prefix)), "")
         if not mark or rest.replace(".default", "") not in ("A.weight", "B.weight"):
-            raise ValueError(f"{found[0]}: {key} is not a matrix of an adapter with PEFT's keys (lora_A, lora_B)")
+            raise ValueError(f"{key} is not a matrix of an adapter with PEFT's keys (lora_A, lora_B)")
         pairs.setdefault(layer.removeprefix(prefix), {})[rest[0]] = value.flatten(1)
+    for layer, pair in sorted(pairs.items()):
+        if pair.keys() != {"A", "B"}:
+            raise ValueError(f"{layer} has only one of lora_A and lora_B")
+        if not len(pair["A"]):
+            raise ValueError(f"{layer} has an empty lora_A")
+    return {layer: (pair["A"], pair["B"]) for layer, pair in pairs.items()}
+
+
+def scale_of(settings: Mapping[str, Any], rank: int) -> float:
+    """The factor of an adapter: alpha / rank, or 1 without alpha. Raises ValueError for what is not read here."""
     if settings.get("use_dora") or settings.get("alpha_pattern") or settings.get("bias", "none") != "none":
-        raise ValueError(f"{found[0]}: its settings have use_dora, alpha_pattern or bias, which are not read here")
-    if odd := sorted(layer for layer, pair in pairs.items() if pair.keys() != {"A", "B"}):
-        raise ValueError(f"{found[0]}: {odd[0]} has only one of lora_A and lora_B")
+        raise ValueError("its settings have use_dora, alpha_pattern or bias, which are not read here")
     alpha = settings.get("lora_alpha")
-    if alpha is not None and not (fits(alpha, float) and math.isfinite(alpha)):
-        raise ValueError(f"{found[0]}: its settings have lora_alpha {str(alpha)[:40]!r}, where a number is expected")
-    if empty := sorted(layer for layer, pair in pairs.items() if not len(pair["A"])):
-        raise ValueError(f"{found[0]}: {empty[0]} has an empty lora_A")
-    scales = {layer: 1.0 if alpha is None else alpha / len(pair["A"]) for layer, pair in pairs.items()}
-    if alpha is not None and settings.get("use_rslora"):
-        scales = {layer: alpha / len(pair["A"]) ** 0.5 for layer, pair in pairs.items()}
-    return {layer: (pair["A"], pair["B"] * scales[layer]) for layer, pair in pairs.items()}
+    if alpha is None:
+        return 1.0
+    if not (fits(alpha, float) and math.isfinite(alpha)):
+        raise ValueError(f"its settings have lora_alpha {str(alpha)[:40]!r}, where a number is expected")
+    return alpha / (rank**0.5 if settings.get("use_rslora") else rank)
 
 
 def ours(model: Any, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
