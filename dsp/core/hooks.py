@@ -11,16 +11,28 @@ from dsp.comm.gradients import NoView
 from dsp.core.carrier import Carrier, carry, numbers, plain
 from dsp.core.torch_calls import GlueError
 from dsp.support.private import backward_hooks_of, compiled_call, hooks_of, pytree, set_compiled_call
+from dsp.support.tensors import ByTensor
+
+KEPT_BY_HOOK = (
+    "{what} is made of this rank's part of a tensor, which a hook kept: hooks on modules between stages see parts. A "
+    "forward may return what its hooks kept, as it is; to compute with it, let the module return it, or name the "
+    "module in stages"
+)
 
 
 def unwrap(value: Any) -> tuple[Any, list[Any]]:
     """A value with the parts of its carriers, and the carriers in the place of leaves.
 
-    The parts are no views: an attribute or hook set on one must not end up on a view of another tensor.
+    The parts are no views: an attribute or hook set on one must not end up on a view of another tensor. They are noted,
+    as a hook may keep them for the output of the forward.
     """
     leaves, spec = pytree.tree_flatten(value)
     carried = [t if isinstance(t, Carrier) else None for t in leaves]
     parts = [t if c is None else NoView.apply(numbers(c)) for t, c in zip(leaves, carried)]
+    for part, c in zip(parts, carried):
+        if c is not None and c.cut is not None:
+            c.record.shown = c.record.shown or ByTensor()
+            c.record.shown[part] = c.ref, c.cut
     return pytree.tree_unflatten(parts, spec), carried
 
 

@@ -19,10 +19,10 @@ from dsp.comm.gradients import covered_exit, waited
 from dsp.comm.layout import Axis
 from dsp.comm.observers import RUNNING
 from dsp.comm.randomness import after_forks, drew, share, states, unshare
-from dsp.core.carrier import Carrier, arrive, first_carrier, plain
+from dsp.core.carrier import Carrier, arrive, carry, first_carrier, plain
 from dsp.core.decide import Decision, decide
 from dsp.core.growth import due, grown
-from dsp.core.hooks import order_hooks
+from dsp.core.hooks import KEPT_BY_HOOK, order_hooks
 from dsp.core.inputs import Inputs, add_inputs, arrivals, enter_sharded, properties, signature_of
 from dsp.core.observed import Events, ModelCall, Observe
 from dsp.core.offers import Rules, lay_out
@@ -179,6 +179,7 @@ class Parallel:
         local_args, local_kwargs = outside.inputs.split(args, kwargs)
         token = self.agree_on_draws(record, outside.runner)
         record.driver, self.running = outside.runner, self.running + 1
+        record.shown = None
         try:
             if self.events.instead is not None:
                 out = self.events.instead(call, local_args, local_kwargs)
@@ -336,7 +337,11 @@ class Parallel:
                 self.root.refuse_outputs([t.shape for t in tensors_in(out)])
         outputs: list[Output] = []
         for k, t in enumerate(tensors_in(out)):
+            if record.shown is not None and (place := record.shown.get(t)) is not None:  # a hook kept it
+                t = carry(record, t, *place)
             if not isinstance(t, Carrier):
+                if record.shown is not None and any(key[:2] == ("output", k) for key in record.by_key):
+                    raise GlueError(KEPT_BY_HOOK.format(what=f"output {k + 1} of the forward"))
                 outputs.append(Output(t))
                 continue
             nodes = record.by_key.get(("output", k, t.ref))

@@ -23,7 +23,7 @@ from dsp.stages.notation import BATCH_NAMES, TensorPattern
 from dsp.stages.stage import Option, Stage
 from dsp.support.private import checkpoint_frame
 from dsp.support.python_state import Path
-from dsp.support.tensors import memory
+from dsp.support.tensors import ByTensor, memory
 
 Layout = Cut | None  # None: replicated
 MOST = 64  # the results that an operation may have, where nobody knows how many it has
@@ -321,7 +321,8 @@ class Record:
     is; saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the
     inputs that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that its
     switches take, where these are not those of the tensor; replans, strays: how often it was planned again, and how
-    many calls have added nodes since (`dsp.core.growth`); in_flight: by memory, the wait for a switched tensor that has
+    many calls have added nodes since (`dsp.core.growth`); shown: the parts that hooks of others saw in this call, with
+    the `Ref` and the cut of each; in_flight: by memory, the wait for a switched tensor that has
     not arrived (`dsp.core.carrier.arrive`).
     """
 
@@ -348,6 +349,7 @@ class Record:
         self.input_grads: dict[str, Ref] = {}
         self.priced: Callable[[Value], Value] = lambda value: value
         self.replans = self.strays = 0
+        self.shown: ByTensor[tuple[Ref, Layout]] | None = None
         self.in_flight: dict[Any, Callable[[], None]] = {}
 
     def ref(self, t: Tensor, shape: Sequence[int] | None = None) -> Ref:

@@ -24,6 +24,7 @@ from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, carry_writa
 from dsp.core.checkpoints import keep_regions
 from dsp.core.copies import Copies, without_gradient
 from dsp.core.functions import DENSE
+from dsp.core.hooks import KEPT_BY_HOOK
 from dsp.core.inputs import Inputs, refuse_meshes
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, floats_of, key_part, node_key
 from dsp.core.offers import Rules, stage_node
@@ -132,6 +133,8 @@ class Runner:
         operands = tensor_args(args, kwargs)
         refuse_functions(operands)
         refuse_meshes(operands, self.axis)
+        if (shown := self.record.shown) is not None and any(shown.get(t) is not None for t in operands):
+            raise GlueError(KEPT_BY_HOOK.format(what=f"{what.name}() between stages"))
         shared: Any = node_key(func, what.name, args, kwargs)
         first = first_of(args, kwargs) if first is None else first
         node, at = self.prepared.node(shared, first, at)

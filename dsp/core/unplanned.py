@@ -38,7 +38,7 @@ class Unplanned:
         refs = operands_of(operands)
         node = Node("operation", what.name, refs, in_place=what.in_place, loose=what.name in DENSE, line=line_now())
         node.writes, meta = written_operands(func, what, args, kwargs), on_meta(func, args, kwargs)
-        kin: Any = () if what.in_place else kin_on_meta(self.axis, what.name, operands, meta)
+        kin = () if what.in_place else kin_on_meta(self.axis, what.name, operands, meta)
         node.kin, node.kin_unknown = ((0, 0),) if kin is None else kin, kin is None
         node.call, node.sized = Operation(func, *replaced(args, kwargs, iter(refs))), meta is None
         if returns_operand(node, meta):

@@ -20,7 +20,7 @@ ROOMS = {
     "stages": "notation signature parts methods stage known pipelines",
     "core": """torch_calls torch_traits arguments functions precision reads unrecorded skeleton equal_modules record
         carrier checkpoints meter backward keys unseen watch writes copies offers inputs persistent growth unplanned
-        stage_calls recording run hooks gradient_hooks placement decide observed parallel""",
+        stage_calls recording hooks run gradient_hooks placement decide observed parallel""",
     "glue": "rules traffic local sources positions lookahead offers",
     "glue.rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out""",

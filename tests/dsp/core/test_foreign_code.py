@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.support.beside import exact
-from tests.support.toys import C, SpaceTime
+import dsp
+from tests.support.beside import beside, exact
+from tests.support.toys import Along, C, SpaceTime
 
 
 def by_library(m: Any, x: Tensor) -> Tensor:
@@ -20,3 +22,37 @@ def by_library(m: Any, x: Tensor) -> Tensor:
 
 def test_a_tensor_between_stages_is_of_torch(mesh: DeviceMesh) -> None:
     exact(SpaceTime(by_library).double(), mesh, (torch.randn(2, 7, 5, C, dtype=torch.float64),), rounds=2)
+
+
+class Captured(nn.Module):
+    """What a hook keeps of a module between stages is an output too, as transformers returns attentions; or it is read
+    by the forward."""
+
+    stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.space, self.time, self.norm, self.read = Along(2), Along(1), nn.LayerNorm(C), read
+        outputs = list[Tensor]()
+        self.norm.register_forward_hook(lambda module, args, out: outputs.append(out))
+        self.capture = outputs.pop
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.time(self.norm(self.space(x)))
+        kept = self.capture()
+        return y, kept * 2 if self.read else kept
+
+
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_an_output_that_a_hook_kept_is_whole(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    single = Captured(read=False).double()
+    torch.manual_seed(0)
+    model = dsp.parallelize(Captured(read=False).double(), mesh)
+    beside(single, model, mesh, (torch.randn(2, 5, 7, C, dtype=torch.float64),), rounds=3)
+
+
+def test_a_forward_that_reads_what_a_hook_kept_is_refused(mesh: DeviceMesh) -> None:
+    model = dsp.parallelize(Captured(read=True), mesh)
+    with pytest.raises(dsp.GlueError, match=r"output 2 of the forward .* which a hook kept"):
+        model(torch.randn(2, 4, 6, C))
