@@ -29,6 +29,7 @@ def grown(record: Record) -> Record:
     new.patterns, new.sources, new.no_sources = record.patterns, record.sources, record.no_sources
     new.sources_recompute, new.compiled = record.sources_recompute, record.compiled
     new.draws = record.draws or record.drew
+    new.outputs = record.outputs
     new.replans, new.priced = record.replans + 1, record.priced
     new.memories, new.count, new.longest = None, record.count, record.longest
     for param, ref in record.inputs.items():

@@ -340,7 +340,7 @@ class Parallel:
             if record.shown is not None and (place := record.shown.get(t)) is not None:  # a hook kept it
                 t = carry(record, t, *place)
             if not isinstance(t, Carrier):
-                if record.shown is not None and any(key[:2] == ("output", k) for key in record.by_key):
+                if record.shown is not None and k in record.outputs:
                     raise GlueError(KEPT_BY_HOOK.format(what=f"output {k + 1} of the forward"))
                 outputs.append(Output(t))
                 continue

@@ -313,17 +313,17 @@ class Record:
     sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
     stages: that it may call; patterns: of the inputs that have one; entry: the layout in which each input enters;
     persistent: carriers of earlier calls that it reads, by their paths; by_key: nodes by what identifies them
-    (`dsp.core.keys`); planned: the nodes have decisions, made before the first run; draws: something between stages
-    draws random numbers, or a stage on replicated tensors; stages_draw: some stage does, or may; drew: a call drew some
-    that were not foreseen; sources: functions and stages of nodes without an operand that is a `Ref`;
-    sources_recompute: some of them are in a checkpoint; no_sources: keys of calls that are none, because what they make
-    outlives the forward; filled: of those that fill a plain tensor into which something is written, however short it
-    is; saved: the tensors that each checkpoint saves in all (infinite: it recomputes all it ran); input_grads: the
-    inputs that get a gradient from the outputs; priced: gives the planner's value of a tensor the bytes that its
-    switches take, where these are not those of the tensor; replans, strays: how often it was planned again, and how
-    many calls have added nodes since (`dsp.core.growth`); shown: the parts that hooks of others saw in this call, with
-    the `Ref` and the cut of each; in_flight: by memory, the wait for a switched tensor that has
-    not arrived (`dsp.core.carrier.arrive`).
+    (`dsp.core.keys`); outputs: the numbers of those that are carriers; planned: the nodes have decisions, made before
+    the first run; draws: something between stages draws random numbers, or a stage on replicated tensors; stages_draw:
+    some stage does, or may; drew: a call drew some that were not foreseen; sources: functions and stages of nodes
+    without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint; no_sources: keys of calls
+    that are none, because what they make outlives the forward; filled: of those that fill a plain tensor into which
+    something is written, however short it is; saved: the tensors that each checkpoint saves in all (infinite: it
+    recomputes all it ran); input_grads: the inputs that get a gradient from the outputs; priced: gives the planner's
+    value of a tensor the bytes that its switches take, where these are not those of the tensor; replans, strays: how
+    often it was planned again, and how many calls have added nodes since (`dsp.core.growth`); shown: the parts that
+    hooks of others saw in this call, with the `Ref` and the cut of each; in_flight: by memory, the wait for a switched
+    tensor that has not arrived (`dsp.core.carrier.arrive`).
     """
 
     driver: Driver
@@ -337,6 +337,7 @@ class Record:
         self.entry: dict[str, Layout] = {}
         self.persistent: dict[Path, Ref] = {}
         self.by_key: dict[Any, list[Node]] = {}
+        self.outputs: set[int] = set()
         self.memories: dict[Any, int] | None = {}  # numbers of memory; None: nobody asks any more
         self.count = 0  # of references
         self.longest = 0  # bytes of the longest tensor
@@ -372,6 +373,8 @@ class Record:
         node.checkpointed = checkpoint_frame() is not None
         self.by_key.setdefault(key, []).append(node)
         self.nodes.append(node)
+        if node.kind == "output":
+            self.outputs.add(key[1])
         return node
 
     @property
