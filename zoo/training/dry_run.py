@@ -39,12 +39,13 @@ def dry_run(config: Config) -> None:
     world = dp * (parallel.sp or max(1, world_size() // dp))
     replicate, shard, sp = mesh_shape(parallel, world)
     task, hardware = create_task(config), known_hardware(config)
+    words = task.describe()  # an error of the data comes before what takes a minute
     announce("building the model without weights")
     model, objective, _ = without_weights(config, task)
     announce(f"planning a step over {number_of(sp, 'rank')}")
     plan = make_plan(config, task, objective, sp, route=foreseen_route(config, hardware))
     announce("tracing a step for what backward keeps")
-    memory, words = Memory(config, task, model), task.describe()
+    memory = Memory(config, task, model)
     count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch}{words and f' x {words}'}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
     if (path := getattr(config.data, "path", None)) and not Path(path).exists():

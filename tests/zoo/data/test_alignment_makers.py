@@ -165,7 +165,7 @@ def test_written_and_read_again(tmp_path, text: str, head: str) -> None:
     [
         (f"#{len(A)},9\t1,1\n>101\t102\n{A}{B}\n", "its first line says chains of 20,9 residues, but its query has 32"),
         (f"#{len(A)},{len(B)}\t1\n>101\t102\n{A}{B}\n", "expected a length and a number of copies for each chain"),
-        ("", "it has no rows"),
+        ("", "it is empty: was it downloaded to its end"),
     ],
 )
 def test_invalid_alignments_are_refused(tmp_path, text: str, said: str) -> None:
