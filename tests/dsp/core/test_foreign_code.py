@@ -25,8 +25,8 @@ def test_a_tensor_between_stages_is_of_torch(mesh: DeviceMesh) -> None:
 
 
 class Captured(nn.Module):
-    """What a hook keeps of a module between stages is an output too, as transformers returns attentions; or it is read
-    by the forward."""
+    """A hook keeps the output of a module between stages; the forward returns it, as transformers returns attentions,
+    or reads it."""
 
     stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
 
