@@ -408,7 +408,7 @@ FAULTS = [
     Fault(
         "what a checkpoint reads from its closure takes the first turn in a recomputation",
         "dsp/core/checkpoints.py",
-        "return self.region.turns[id(t)][1] if self.region.read(t) else {}",
+        "return self.turns[id(t)][1] if self.read(t) else {}",
         "return {}",
         "dsp/core/test_lookup::test_two_that_read_the_same_are_decided_apart",
     ),
@@ -429,7 +429,7 @@ FAULTS = [
     Fault(
         "results whose sizes data say have those of an earlier call",
         "dsp/core/run.py",
-        "if node.sized and node.results:",
+        "if node.dynamic and node.results:",
         "if False:",
         "dsp/core/test_growth::test_data_may_say_other_sizes_in_every_call",
     ),

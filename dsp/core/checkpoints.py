@@ -20,7 +20,7 @@ from dsp.core.carrier import Carrier, carry, plain
 from dsp.support.compile_off import CompileOff
 from dsp.support.private import Recompute, checkpoint_arguments, checkpoint_frame, checkpoint_frames
 
-RECOMPUTATION: ContextVar[Recomputation | None] = ContextVar("dsp_recomputation", default=None)
+RECOMPUTED: ContextVar[CheckpointRegion | None] = ContextVar("dsp_recomputed", default=None)
 
 
 def keep_regions(compiled: bool) -> None:
@@ -61,8 +61,12 @@ class CheckpointRegion:
 
     def read(self, t: Any) -> bool:
         """Tell whether it has read a tensor. Another one may have had its id."""
-        kept = self.turns.get(id(t))
-        return kept is not None and kept[0]() is t
+        entry = self.turns.get(id(t))
+        return entry is not None and entry[0]() is t
+
+    def turns_of(self, t: Any) -> dict[Any, Any]:
+        """The turns that a tensor had when the region first read it."""
+        return self.turns[id(t)][1] if self.read(t) else {}
 
     def arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments of a recomputation, from those that were saved."""
@@ -77,23 +81,12 @@ class CheckpointRegion:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """The context of a recomputation."""
-        token = RECOMPUTATION.set(Recomputation(self))
+        token = RECOMPUTED.set(self)
         try:
             with observing(self.observer), CompileOff() if self.compiled else nullcontext():
                 yield
         finally:
-            RECOMPUTATION.reset(token)
-
-
-class Recomputation:
-    """One run of a region in backward."""
-
-    def __init__(self, region: CheckpointRegion) -> None:
-        self.region = region
-
-    def turns_of(self, t: Any) -> dict[Any, Any]:
-        """The turns that a tensor had when the region first read it."""
-        return self.region.turns[id(t)][1] if self.region.read(t) else {}
+            RECOMPUTED.reset(token)
 
 
 def region_of(frame: Any) -> CheckpointRegion | None:

@@ -54,8 +54,6 @@ DRAWN.update(dict.fromkeys(RECURRENCES, lambda args, kwargs: len(args) < 9 or bo
 
 # they allocate memory only if they must, and on a rank's shard it may look as if they need not
 DENSE = frozenset("contiguous reshape reshape_as flatten ravel".split())
-
-
 # they make no new numbers, but copies of those that they are given, or views
 REARRANGING = DENSE | frozenset(
     """

@@ -31,8 +31,8 @@ def unwrap(value: Any) -> tuple[Any, list[Any]]:
     parts = [t if c is None else NoView.apply(numbers(c)) for t, c in zip(leaves, carried)]
     for part, c in zip(parts, carried):
         if c is not None and c.cut is not None:
-            c.record.shown = c.record.shown or ByTensor()
-            c.record.shown[part] = c.ref, c.cut
+            c.record.hook_parts = c.record.hook_parts or ByTensor()
+            c.record.hook_parts[part] = c.ref, c.cut
     return pytree.tree_unflatten(parts, spec), carried
 
 

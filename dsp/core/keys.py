@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsp.core.carrier import Carrier
-from dsp.core.checkpoints import RECOMPUTATION, note_turns
+from dsp.core.checkpoints import RECOMPUTED, note_turns
 from dsp.core.record import Node, Offer, Operation, Record, Ref
 from dsp.core.torch_calls import Operand, tensor_args
 from dsp.core.torch_traits import DRAWN
@@ -204,16 +204,15 @@ def first_of(args: Any, kwargs: Any) -> Carrier:
 def turn(key: Any, first: Any, count: int) -> int:
     """Which of `count` nodes with one key is next. Turns count on the tensor: in a recomputation from those that it had
     when the checkpoint began, so that the same nodes are found."""
-    recomputation = RECOMPUTATION.get()
-    run = backward_pass() if recomputation is None else recomputation
+    region = RECOMPUTED.get()
+    run = region, backward_pass()
     if first.turns is None:
-        first.turns = {"run": run}
-    elif first.turns["run"] is None:
-        first.turns["run"] = run
-    elif first.turns["run"] != run:  # a detached tensor has the same dict
-        before = {} if recomputation is None else recomputation.turns_of(first)
+        first.turns = {}
+    elif first.turns["run"] not in (None, run):  # a detached tensor has the same dict
+        turns = {} if region is None else region.turns_of(first)
         first.turns.clear()
-        first.turns.update(before, run=run)
+        first.turns.update(turns)
+    first.turns["run"] = run
     if saving_hooks(False) is not None:
         note_turns(first)
     first.turns[key] = at = first.turns.get(key, -1) + 1

@@ -44,9 +44,8 @@ FLOPS: dict[Any, Callable[..., int]] = {
 
 # they do not read or write the memory that they return
 UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
-
-
-BY_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+# of operations whose results may have sizes that data say
+DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 class OpTraits(NamedTuple):
@@ -54,7 +53,7 @@ class OpTraits(NamedTuple):
 
     flops: Callable[..., int] | None
     draws: bool  # whether it draws random numbers
-    sized: bool  # whether data may say the sizes of its results
+    dynamic: bool  # whether data may say the sizes of its results
     touches: bool  # whether it reads or writes memory: views do not
     makes: bool  # whether it makes new tensors and nothing else
 
@@ -65,7 +64,7 @@ def facts(func: OpOverload) -> OpTraits:
     return OpTraits(
         flops=FLOPS.get(func.overloadpacket),
         draws=torch.Tag.nondeterministic_seeded in func.tags,
-        sized=not BY_DATA.isdisjoint(func.tags),
+        dynamic=not DYNAMIC.isdisjoint(func.tags),
         touches=all(alias.is_write for alias in aliased) and func.overloadpacket.__name__ not in UNTOUCHED,
         makes=not schema_of(func).is_mutable and not aliased,
     )
@@ -75,7 +74,7 @@ class NodeMeter(TorchDispatchMode):
     """Observes the nodes of a forward while it is recorded: here, which of them draw random numbers, and of which data
     may say the sizes of results.
 
-    random, sized: something was so since the last restart; between: something drew between the nodes.
+    random, dynamic: something was so since the last restart; between: something drew between the nodes.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class NodeMeter(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        self.random = self.sized = False
+        self.random = self.dynamic = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,7 +93,7 @@ class NodeMeter(TorchDispatchMode):
             out = func(*args, **kwargs)
         op = facts(func)
         self.random |= op.draws and not undropped(func, args, kwargs)
-        self.sized |= op.sized
+        self.dynamic |= op.dynamic
         return out
 
     def start(self, node: Node | None = None) -> None:
@@ -113,11 +112,11 @@ class NodeMeter(TorchDispatchMode):
 
     def value(self, node: Node) -> Any:
         """The properties of a node that has run, which equal nodes share."""
-        return self.random, self.sized, node.stateful
+        return self.random, self.dynamic, node.stateful
 
     def write(self, node: Node, value: Any) -> None:
         """Write these on a node."""
-        node.draws, node.sized, node.stateful = value
+        node.draws, node.dynamic, node.stateful = value
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[Any]:
         """Note that a stage ran; what is noted of its node serves equal ones."""

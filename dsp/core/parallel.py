@@ -179,7 +179,7 @@ class Parallel:
         local_args, local_kwargs = outside.inputs.split(args, kwargs)
         token = self.agree_on_draws(record, outside.runner)
         record.driver, self.running = outside.runner, self.running + 1
-        record.shown = None
+        record.hook_parts = None
         try:
             if self.events.instead is not None:
                 out = self.events.instead(call, local_args, local_kwargs)
@@ -337,10 +337,10 @@ class Parallel:
                 self.root.refuse_outputs([t.shape for t in tensors_in(out)])
         outputs: list[Output] = []
         for k, t in enumerate(tensors_in(out)):
-            if record.shown is not None and (place := record.shown.get(t)) is not None:  # a hook kept it
+            if record.hook_parts is not None and (place := record.hook_parts.get(t)) is not None:  # a hook kept it
                 t = carry(record, t, *place)
             if not isinstance(t, Carrier):
-                if record.shown is not None and k in record.outputs:
+                if record.hook_parts is not None and k in record.outputs:
                     raise GlueError(KEPT_BY_HOOK.format(what=f"output {k + 1} of the forward"))
                 outputs.append(Output(t))
                 continue

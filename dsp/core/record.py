@@ -238,10 +238,10 @@ class Node:
     operand to that of the result; push: for each result, the layout to which it is switched as soon as it is made
     (None: none); writes: the operands that it writes into; kin: the results that share memory with others on one device
     (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell; loose: it copies only if it must; constants: of a stage,
-    the numbers that it returned beside tensors; sized: data may say the sizes of its results, and for each that it had
-    `resized` has a node; stateful: of a stage, it wrote to what its modules keep; no_grad: of a
-    stage, it ran in no_grad; like: the node of a plan that this one differs from in numbers alone; inside: the cost of
-    a stage's modules that communicate themselves, by the dim that it is sharded along.
+    the numbers that it returned beside tensors; dynamic: data may say the sizes of its results; by_sizes: its node for
+    others than its own; stateful: of a stage, it wrote to what its modules keep; no_grad: of a stage, it ran in
+    no_grad; like: the node of a plan that this one differs from in numbers alone; inside: the cost of a stage's modules
+    that communicate themselves, by the dim that it is sharded along.
     """
 
     kind: str
@@ -271,8 +271,8 @@ class Node:
     kin_unknown: bool = False
     loose: bool = False
     constants: list[Any] | None = None
-    sized: bool = False
-    resized: dict[Any, Node] = field(default_factory=dict)
+    dynamic: bool = False
+    by_sizes: dict[tuple[torch.Size, ...], Node] = field(default_factory=dict)
     stateful: bool = False
     no_grad: bool = False
     like: Node | None = None
@@ -321,9 +321,9 @@ class Record:
     something is written, however short it is; saved: the tensors that each checkpoint saves in all (infinite: it
     recomputes all it ran); input_grads: the inputs that get a gradient from the outputs; priced: gives the planner's
     value of a tensor the bytes that its switches take, where these are not those of the tensor; replans, strays: how
-    often it was planned again, and how many calls have added nodes since (`dsp.core.growth`); shown: the parts that
-    hooks of others saw in this call, with the `Ref` and the cut of each; in_flight: by memory, the wait for a switched
-    tensor that has not arrived (`dsp.core.carrier.arrive`).
+    often it was planned again, and how many calls have added nodes since (`dsp.core.growth`); hook_parts: the parts
+    that hooks of others saw in this call, with the `Ref` and the cut of each; in_flight: by memory, the wait for a
+    switched tensor that has not arrived (`dsp.core.carrier.arrive`).
     """
 
     driver: Driver
@@ -350,7 +350,7 @@ class Record:
         self.input_grads: dict[str, Ref] = {}
         self.priced: Callable[[Value], Value] = lambda value: value
         self.replans = self.strays = 0
-        self.shown: ByTensor[tuple[Ref, Layout]] | None = None
+        self.hook_parts: ByTensor[tuple[Ref, Layout]] | None = None
         self.in_flight: dict[Any, Callable[[], None]] = {}
 
     def ref(self, t: Tensor, shape: Sequence[int] | None = None) -> Ref:

@@ -160,7 +160,7 @@ class Recorder:
             type(module).forward(module, *args, **kwargs)  # an equal call of its own forward would not run
         return self.kernels.calls
 
-    def revised(self, options: RecordOptions, reachable: Iterable[Any]) -> RecordOptions:
+    def revision(self, options: RecordOptions, reachable: Iterable[Any]) -> RecordOptions:
         """The options that a recording shows to be right. reachable: the objects that outlive the forward, if it has
         sources.
 
@@ -282,13 +282,13 @@ def record_forward(
     """
     while True:
         try:
-            record, paths, revised = attempt(model, stages, root, (args, kwargs), n, rules, options)
+            record, paths, revision = attempt(model, stages, root, (args, kwargs), n, rules, options)
         except Casts:
             options = options._replace(mixed=False)
             continue
-        if revised == options:
+        if revision == options:
             return record, paths
-        options = revised
+        options = revision
 
 
 def attempt(
@@ -336,20 +336,20 @@ def attempt(
             note_outputs(recorder, root, out, signature.bind(*call)[1])
             paths = [path for path, _ in persistent_tensors(clone.module, args, kwargs)]
             reachable = World(clone.module, args, kwargs).seen.values() if record.sources else ()
-            revised = recorder.revised(options, reachable)
+            revision = recorder.revision(options, reachable)
     finally:
         if isinstance(copies.mode, Fakes):
             copies.mode.end()
-    if revised == options:
+    if revision == options:
         for error in recorder.full_reads.values():
             raise error
         if clone.before != clone.state():
-            revised = options._replace(equal=False)
+            revision = options._replace(equal=False)
     meter.start()
     record.draws = meter.between or any(node.draws for node in record.nodes if node.kind == "operation")
     record.memories = None
     record.compiled |= any(wraps_compiled(m) for m in model.modules() if id(m) not in clone.staged)
-    return record, paths, revised
+    return record, paths, revision
 
 
 def arrivals_as_stated(bound: Sequence[Bound], stated: Mapping[str, Cut]) -> dict[str, Cut]:

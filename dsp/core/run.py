@@ -117,8 +117,8 @@ class Runner:
                 out = one_device_result(node, out, parts)
         if node.in_place:
             return out if out is None else args[0]
-        if node.sized and node.results:
-            node = self.added.resized(node, offer, tensors_in(out))
+        if node.dynamic and node.results:
+            node = self.added.of_sizes(node, offer, tensors_in(out))
         result = self.give(node, offer, out, args[0] if node.view else None)
         if node.view:
             link(args[0], result)
@@ -133,7 +133,7 @@ class Runner:
         operands = tensor_args(args, kwargs)
         refuse_functions(operands)
         refuse_meshes(operands, self.axis)
-        if (shown := self.record.shown) is not None and any(shown.get(t) is not None for t in operands):
+        if (parts := self.record.hook_parts) is not None and any(parts.get(t) is not None for t in operands):
             raise GlueError(KEPT_BY_HOOK.format(what=f"{what.name}() between stages"))
         shared: Any = node_key(func, what.name, args, kwargs)
         first = first_of(args, kwargs) if first is None else first

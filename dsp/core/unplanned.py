@@ -40,7 +40,7 @@ class Unplanned:
         node.writes, meta = written_operands(func, what, args, kwargs), on_meta(func, args, kwargs)
         kin = () if what.in_place else kin_on_meta(self.axis, what.name, operands, meta)
         node.kin, node.kin_unknown = ((0, 0),) if kin is None else kin, kin is None
-        node.call, node.sized = Operation(func, *replaced(args, kwargs, iter(refs))), meta is None
+        node.call, node.dynamic = Operation(func, *replaced(args, kwargs, iter(refs))), meta is None
         if returns_operand(node, meta):
             node.identity = True
             return self.add(key, node, operands)
@@ -88,25 +88,26 @@ class Unplanned:
                 return
             self.count += 1
             self.record.nodes.append(node)
+        self.number(node, offer, tensors, shapes)
+
+    def of_sizes(self, node: Node, offer: Offer, tensors: Sequence[Tensor]) -> Node:
+        """The node for results of these sizes: `node`, or another one if data say the sizes."""
+        triples = zip(tensors, offer.gives, node.results)
+        shapes = tuple(global_shape(t.shape, cut, None if cut is None else r.shape[cut.dim]) for t, cut, r in triples)
+        if all(shape == r.shape for shape, r in zip(shapes, node.results)):
+            return node
+        if shapes not in node.by_sizes:
+            self.count += 1
+            node.by_sizes[shapes] = new = replace(node, results=[], push=[], by_sizes={})
+            self.record.nodes.append(new)
+            self.number(new, offer, tensors, shapes)
+        return node.by_sizes[shapes]
+
+    def number(self, node: Node, offer: Offer, tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> None:
+        """Give a node its results, of these global shapes."""
         for t, cut, shape in zip(tensors, offer.gives, shapes):
             self.result(node, t, shape, cut)
         share_memory(node)
-
-    def resized(self, node: Node, offer: Offer, tensors: Sequence[Tensor]) -> Node:
-        """The node for results of these sizes: `node`, or another one if data say the sizes."""
-        triples = [*zip(tensors, offer.gives, node.results)]
-        shapes = [global_shape(t.shape, cut, None if cut is None else r.shape[cut.dim]) for t, cut, r in triples]
-        if all(shape == r.shape for shape, (*_, r) in zip(shapes, triples)):
-            return node
-        key = tuple(shapes)
-        if key not in node.resized:
-            self.count += 1
-            node.resized[key] = new = replace(node, results=[], push=[], resized={})
-            self.record.nodes.append(new)
-            for shape, (t, cut, _) in zip(shapes, triples):
-                self.result(new, t, shape, cut)
-            share_memory(new)
-        return node.resized[key]
 
     def stage_results(self, stage: Stage, node: Node, results: Sequence[Tensor], held: int) -> Offer:
         """Number the results of a stage, from those on this rank's part, and return the offer with their cuts."""
