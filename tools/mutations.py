@@ -379,7 +379,7 @@ FAULTS = [
     ),
     Fault(
         "small switches of what enters one node share no call",
-        "dsp/core/placement.py",
+        "dsp/core/decide.py",
         "    fuse_at_use(record.n, nodes, problem, bases, solution, push)\n    for",
         "    for",
         "dsp/report/test_plan dsp/report/test_traffic",
@@ -477,7 +477,7 @@ FAULTS = [
     ),
     Fault(
         "what an earlier call left is no input of this one",
-        "dsp/core/persistent.py",
+        "dsp/core/inputs.py",
         "self.record.persistent[paths[id(t)]] = t.ref",
         "pass",
         "dsp/core/test_kept::test_a_sharded_kv_cache_over_ten_chunks",
@@ -547,7 +547,7 @@ FAULTS = [
     ),
     Fault(
         "a result is switched at once though a use needs it as it was made",
-        "dsp/core/placement.py",
+        "dsp/core/decide.py",
         "if gives[v] not in used.get(v, set()) and all(",
         "if all(",
         "dsp/report/test_traffic dsp/report/test_plan_word dsp/core/test_random_models",

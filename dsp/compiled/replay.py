@@ -21,15 +21,14 @@ from dsp.compiled.recorded import hold, unique
 from dsp.compiled.tidy import tidy
 from dsp.core.carrier import Carrier, carry, plain
 from dsp.core.functions import RECURRENCES
-from dsp.core.hooks import HookedCall
+from dsp.core.module_calls import HookedCall
 from dsp.core.observed import Events, ModelCall
 from dsp.core.parallel import RECORDS, Output, Parallel, hand_out
 from dsp.core.record import Record
 from dsp.core.run import at_once
 from dsp.core.unplanned import Unplanned
 from dsp.core.watch import watched
-from dsp.support.compile_off import CompileOff
-from dsp.support.private import graph_of, hooks_of, pytree
+from dsp.support.private import CompileOff, graph_of, hooks_of, pytree
 
 
 class Replay:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from dsp.comm.observers import OBSERVER, observing
 from dsp.core.carrier import Carrier, carry, plain
-from dsp.support.compile_off import CompileOff
-from dsp.support.private import Recompute, checkpoint_arguments, checkpoint_frame, checkpoint_frames
+from dsp.support.private import CompileOff, Recompute, checkpoint_arguments, checkpoint_frame, checkpoint_frames
 
 RECOMPUTED: ContextVar[CheckpointRegion | None] = ContextVar("dsp_recomputed", default=None)
 

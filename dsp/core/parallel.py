@@ -22,26 +22,23 @@ from dsp.comm.randomness import after_forks, drew, share, states, unshare
 from dsp.core.carrier import Carrier, arrive, carry, first_carrier, plain
 from dsp.core.decide import Decision, decide
 from dsp.core.growth import due, grown
-from dsp.core.hooks import KEPT_BY_HOOK, order_hooks
-from dsp.core.inputs import Inputs, add_inputs, arrivals, enter_sharded, properties, signature_of
+from dsp.core.inputs import Inputs, add_inputs, adopt, arrivals, enter_sharded, layout_at, properties, signature_of
+from dsp.core.module_calls import KEPT_BY_HOOK, UNCHANGED, StageCall, keep_compiled, order_hooks
 from dsp.core.observed import Events, ModelCall, Observe
 from dsp.core.offers import Rules, lay_out
-from dsp.core.persistent import adopt, layout_at
 from dsp.core.record import Layout, Record
 from dsp.core.recording import PLAIN, RecordOptions, record_forward
 from dsp.core.run import Outside, Runner, Send, at_once
-from dsp.core.stage_calls import UNCHANGED, StageCall, keep_compiled
 from dsp.core.torch_calls import GlueError
 from dsp.core.unrecorded import reason_of
-from dsp.core.unseen import refuse_functions
-from dsp.core.watch import watched
+from dsp.core.watch import refuse_functions, watched
 from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.signature import sizes_of_root
 from dsp.stages.stage import Stage
-from dsp.support.compile_off import CompileOff
 from dsp.support.private import (
     BELOW,
     AsyncCollectiveTensor,
+    CompileOff,
     _DropoutNd,
     compiler_loaded,
     forward_level,

@@ -14,30 +14,25 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dsp.comm.layout import Axis, Cut
-from dsp.core.backward import Gradients, Regions, edges_into, pack, unpack
 from dsp.core.carrier import LOCAL, Carrier, carry, carry_writable, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
 from dsp.core.functions import DENSE
-from dsp.core.inputs import arrivals, carried_inputs, signature_of
+from dsp.core.inputs import PersistentTensors, arrivals, carried_inputs, persistent_tensors, signature_of
 from dsp.core.keys import key_part, node_key
-from dsp.core.meter import NodeMeter
+from dsp.core.meter import Gradients, NodeMeter, Regions, edges_into, pack, unpack
+from dsp.core.module_calls import StageCall
 from dsp.core.offers import Rules, makes_parts, operands_of, stage_node
-from dsp.core.persistent import PersistentTensors, persistent_tensors
-from dsp.core.precision import Casts, Precision
 from dsp.core.reads import Reads
 from dsp.core.record import Node, Operation, Record, Ref
-from dsp.core.skeleton import KEPT, Fakes, Skeleton
-from dsp.core.stage_calls import StageCall
+from dsp.core.skeleton import KEPT, Casts, Fakes, Precision, Skeleton
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import ATTRIBUTES_READ, WITHOUT_DATA
-from dsp.core.unseen import SeenOnly, covered, refuse_functions
-from dsp.core.watch import KernelCall, Kernels, add_source, refuse, watched
+from dsp.core.watch import KernelCall, Kernels, SeenOnly, add_source, covered, refuse, refuse_functions, watched
 from dsp.core.writes import kin_of, written_operands
 from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.signature import Bound, sizes_of_root
 from dsp.stages.stage import Stage
-from dsp.support.compile_off import CompileOff
-from dsp.support.private import any_device, compiled_callers, fake_tensor, hooks_of, wraps_compiled
+from dsp.support.private import CompileOff, any_device, compiled_callers, fake_tensor, hooks_of, wraps_compiled
 from dsp.support.python_state import Path, World
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import Edge, constants_in, edge, map_tensors, memory, remade, tensors_in, version

@@ -24,16 +24,15 @@ from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, carry_writa
 from dsp.core.checkpoints import keep_regions
 from dsp.core.copies import Copies, without_gradient
 from dsp.core.functions import DENSE
-from dsp.core.hooks import KEPT_BY_HOOK
 from dsp.core.inputs import Inputs, refuse_meshes
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, floats_of, key_part, node_key
+from dsp.core.module_calls import KEPT_BY_HOOK
 from dsp.core.offers import Rules, stage_node
 from dsp.core.record import Layout, Node, Offer, Record, replicated
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import ATTRIBUTES_READ
 from dsp.core.unplanned import Unplanned, runs_by_rule
-from dsp.core.unseen import covered, refuse_functions
-from dsp.core.watch import add_source, refuse
+from dsp.core.watch import add_source, covered, refuse, refuse_functions
 from dsp.core.writes import (
     kin_of,
     note_writes,

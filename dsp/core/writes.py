@@ -21,7 +21,7 @@ from dsp.core.functions import DENSE
 from dsp.core.record import Layout, Node, Offer, Record, Ref
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import WITHOUT_DATA, written
-from dsp.core.unseen import refuse_functions
+from dsp.core.watch import refuse_functions
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import map_tensors, memory, overlap, tensors_in, version
 

@@ -9,9 +9,8 @@ from dsp.core.observed import Events, ModelCall, Observed
 from dsp.core.record import Node, Record
 from dsp.glue.rules import RULES
 from dsp.planner import chunk_sizes
-from dsp.report.idle import idle_ranks
 from dsp.report.plan import Goal, plan_stages
-from dsp.report.table import Whole, every_rank_runs
+from dsp.report.table import Whole, every_rank_runs, idle_ranks
 from dsp.stages.notation import BATCH_NAMES
 
 log = logging.getLogger("dsp")
@@ -38,8 +37,8 @@ class Advice:
     def on_plan(self, call: ModelCall) -> None:
         """Warn of ranks without a part, and of work that every rank repeats."""
         record, model = call.record, self.parallel
-        if idle := idle_ranks(record.n, idle_in(record), 1 / 3):
-            self.say(". ".join(idle))
+        if short := [*idle_in(record)]:
+            self.say(". ".join(idle_ranks(record.n, short)))
         if not repeats_work(record):
             return
         if record.replans:  # to measure it would run the forward again
@@ -66,11 +65,14 @@ def advise_on_plans(parallel: Observed, events: Events) -> None:
 
 
 def idle_in(record: Record) -> Iterator[tuple[str, str | None, int]]:
-    """The name of each stage call, the dim that it is sharded along, and the number of ranks without a part of it."""
+    """The name of each stage call of which a third of the ranks have no part, the dim that it is sharded along, and the
+    number of these ranks."""
     for node in record.nodes:
         option = None if node.offer is None else node.offer.option
         if option is not None and option.name is not None:
-            yield node.name, option.name, chunk_sizes(option.size, record.n).count(0)
+            idle = chunk_sizes(option.size, record.n).count(0)
+            if 3 * idle >= record.n:
+                yield node.name, option.name, idle
 
 
 def repeats_work(record: Record) -> bool:

@@ -17,8 +17,8 @@ from dsp.comm.hardware import Hardware
 from dsp.comm.wire import Wire
 from dsp.core.decide import Decision
 from dsp.core.meter import forwards
+from dsp.core.module_calls import StageCall
 from dsp.core.record import BoundStage, InnerCollective, InnerPart, Node, Offer, Record, Ref, Relayout
-from dsp.core.stage_calls import StageCall
 from dsp.overlap.hidden import Overlapped, Phase
 from dsp.overlap.options import MOST, Overlap
 from dsp.overlap.pieces import InPieces

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from dsp.core.backward import placeholder, unpack
 from dsp.core.carrier import LOCAL, Carrier
-from dsp.core.meter import Meter, facts, visible
+from dsp.core.meter import Meter, facts, placeholder, unpack, visible
 from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
 from dsp.stages.methods import NOTHING_INSIDE, InsideCost, StageMethod

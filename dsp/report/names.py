@@ -13,8 +13,8 @@ from itertools import accumulate, count, takewhile
 from operator import mul
 
 from dsp.comm.layout import Cut
+from dsp.core.decide import base_layouts
 from dsp.core.offers import result_sizes
-from dsp.core.placement import base_layouts
 from dsp.core.record import Base, BoundStage, Layout, Node, Operation, Record, Ref
 from dsp.glue.offers import JOINS
 from dsp.planner import Extent

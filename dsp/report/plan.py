@@ -33,7 +33,6 @@ from dsp.report.cost import Loads, TableRows
 from dsp.report.legs import Routed, packed, routed, sent_over_links
 from dsp.report.measure import Measure
 from dsp.report.names import Names
-from dsp.report.quickest import shortest
 from dsp.report.table import Plan
 from dsp.report.traffic import PHASES, Transfer, planned_transfers
 from dsp.stages.known import stages_of
@@ -43,6 +42,7 @@ from dsp.support.formatting import Moving
 from dsp.support.private import wraps_compiled
 from dsp.support.tensors import tensors_in
 
+WORTH = 0.03  # the share of a step that fewer bits have to save
 EXACT_TYPE = (
     "dsp: {model} was planned on tensors without data, or on copies of a subclass of torch.Tensor, as a run has them "
     "between stages. If its code asks for the exact type, or for memory, name the submodule that does so in stages"
@@ -293,3 +293,13 @@ def by_move(record: Record, decision: Decision, routes: Sequence[Routed]) -> dic
             waiting = costs.get((decision.bases[m.value], m.src, m.dst))
             sent[m] = waiting.pop(0) if waiting else (m.bytes, int(record.n > 1))
     return sent
+
+
+def shortest(steps: Sequence[tuple[Wire, float]]) -> int:
+    """The index of the shortest step; exact ones come first, and fewer bits must save the share WORTH to win."""
+    best = 0
+    for at, (wire, seconds) in enumerate(steps):
+        worth = WORTH if wire != steps[best][0] else 0.0
+        if seconds < (1 - worth) * steps[best][1]:
+            best = at
+    return best

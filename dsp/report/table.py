@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
@@ -15,7 +15,6 @@ from dsp.comm.node_routes import BETWEEN, DIRECT, STRAIGHT, WITHIN, Ways
 from dsp.comm.wire import AS_IT_IS, Wire
 from dsp.overlap.hidden import Overlapped
 from dsp.planner import Layout, Problem
-from dsp.report.idle import idle_ranks
 from dsp.report.picture import ribbon
 from dsp.stages.methods import Sent, add_sent
 from dsp.stages.notation import BATCH_NAMES
@@ -399,3 +398,19 @@ def _once(rows: Sequence[tuple[StageRow, int]], lines: bool, longest: int) -> It
         for row, n in rows[i + (times - 1) * period : i + times * period]:
             yield (replace(row, name=generic(row.name)) if times > 1 else row), n * times
         i += period * times
+
+
+def idle_ranks(size: int, stages: Iterable[tuple[str, str | None, int]], least: float = 0) -> list[str]:
+    """A sentence for each dim that is too short to give all of `size` ranks a part of some stages.
+
+    stages: of each call the name, the sharded dim (None: replicated) and the number of idle ranks; least: the least
+    share of idle ranks.
+    """
+    names: dict[tuple[int, str], dict[str, None]] = {}
+    for name, along, idle in stages:
+        if idle > 0 and idle >= least * size and along is not None:
+            names.setdefault((idle, along), {})[generic(name)] = None
+    return [
+        f"{idle} of {size} ranks have nothing to do in {', '.join(of)}: {along!r} is too short for them"
+        for (idle, along), of in names.items()
+    ]

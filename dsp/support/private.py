@@ -220,6 +220,23 @@ def compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+class CompileOff:
+    """A context in which torch.compile is off, as between stages, where dsp has to see each operation.
+
+    It may be entered several times, as modes of torch may. It does nothing if no compiler was loaded.
+    """
+
+    def __init__(self) -> None:
+        self.stances: list[Any] = []
+
+    def __enter__(self) -> None:
+        self.stances.append(torch.compiler.set_stance("force_eager") if compiler_loaded() else None)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.stances and (stance := self.stances.pop()) is not None:
+            stance.__exit__(None, None, None)
+
+
 def wraps_compiled(module: nn.Module) -> bool:
     """Tell whether a module is the result of torch.compile, or has one as its forward."""
     return "_orig_mod" in children_of(module) or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")

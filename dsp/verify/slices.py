@@ -22,8 +22,7 @@ from dsp.comm.layout import Cut
 from dsp.stages.parts import call_part, part, slices
 from dsp.stages.signature import Signature
 from dsp.stages.stage import cut_for
-from dsp.support.compile_off import CompileOff
-from dsp.support.private import TorchDispatchMode, applied, pytree
+from dsp.support.private import CompileOff, TorchDispatchMode, applied, pytree
 from dsp.support.tensors import constants_in, remade, tensors_in
 
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}

@@ -14,18 +14,18 @@ support planner comm stages core glue overlap report guard compiled parallel ver
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
-    "support": "formatting private source_lines compile_off python_state tensors",
+    "support": "formatting private source_lines python_state tensors",
     "comm": """messages formats wire hardware observers gradients node_routes exchange routes traffic_formulas
         collectives pending count layout halo balanced_rows moves randomness ops""",
     "stages": "notation signature parts methods stage known pipelines",
-    "core": """torch_calls torch_traits arguments functions precision reads unrecorded skeleton equal_modules record
-        carrier checkpoints meter backward keys unseen watch writes copies offers inputs persistent growth unplanned
-        stage_calls recording hooks run gradient_hooks placement decide observed parallel""",
+    "core": """torch_calls torch_traits arguments functions reads unrecorded skeleton equal_modules record carrier
+        checkpoints meter keys watch writes copies offers inputs growth unplanned module_calls recording run
+        gradient_hooks decide observed parallel""",
     "glue": "rules traffic local sources positions lookahead offers",
     "glue.rules": """call elementwise statistics along joins attention flex products sequences shape windows sources
         written_out""",
     "overlap": "options hidden pieces choice ahead",
-    "report": "without_data idle quickest traffic legs picture table names cost measure advice plan",
+    "report": "without_data traffic legs picture table names cost measure advice plan",
     "compiled": "guards tidy reasons recorded graphs replay",
     "guard": "agreement traffic notes advice guards",
     "verify": "slices report compare modes independence check",

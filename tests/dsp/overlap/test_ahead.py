@@ -121,7 +121,7 @@ Launch = Callable[..., Tensor]
 def all_large(launch: Launch) -> Iterator[None]:
     """No tensor counts as so small that it shares a call; `launch` in the place of what launches a switch."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("dsp.comm.moves", "dsp.core.placement", "dsp.report.traffic"):
+        for module in ("dsp.comm.moves", "dsp.core.decide", "dsp.report.traffic"):
             patch.setattr(import_module(module), "fuses", lambda nbytes, n: False)
         patch.setattr("dsp.overlap.ahead.launch", launch)
         yield
