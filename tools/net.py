@@ -1,8 +1,9 @@
 """Hold every plan to numbers made before a change: calls and bytes by collective and phase, and the peak of a rank.
 
 ``python tools/net.py numbers.json --write`` makes the numbers; without ``--write`` the plans of this tree are compared
-with them: a plan may send less, never more, and at equal bytes it may not make more calls. ``--only`` takes a part of
-a name, ``--programs`` how many random programs there are.
+with them, as the planner compares them (docs/plan.md): a forward may send less, never more, and at equal bytes it may
+not make more calls; at an equal forward the same holds for the step. ``--only`` takes a part of a name, ``--programs``
+how many random programs there are.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ def numbers(make: Callable[[], Case]) -> dict[str, Any]:
     return plans
 
 
-def totals(plan: Any) -> tuple[int, int]:
-    """Bytes and calls of a step."""
-    sends = [traffic for kinds in plan["sends"].values() for traffic in kinds.values()]
+def totals(plan: Any, *phases: str) -> tuple[int, int]:
+    """Bytes and calls of a step, or of some of its phases."""
+    sends = [traffic for phase in phases or plan["sends"] for traffic in plan["sends"][phase].values()]
     return sum(nbytes for nbytes, _ in sends), sum(calls for _, calls in sends)
 
 
@@ -94,7 +95,7 @@ def judged(name: str, before: Any, now: Any) -> str:
     if isinstance(before, str) or isinstance(now, str):
         return f"{name}: {before} -> {now}"
     (bytes_before, calls_before), (nbytes, calls) = totals(before), totals(now)
-    worse = nbytes > bytes_before or (nbytes == bytes_before and calls > calls_before)
+    worse = (*totals(now, "forward"), nbytes, calls) > (*totals(before, "forward"), bytes_before, calls_before)
     said = f"{nbytes / max(bytes_before, 1):.3f} of the bytes, {bytes_before} -> {nbytes}"
     said += f", calls {calls_before} -> {calls}, peak {before['peak']} -> {now['peak']}"
     return f"{'WORSE ' * worse}{name}: {said}"
