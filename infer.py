@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         error = UserError(f"{message}; {self.prog} --help explains every option")
-        error.told = not first_rank()
+        error.printed = not first_rank()
         raise error
 
     def print_help(self, file: Any = None) -> None:

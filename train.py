@@ -175,7 +175,7 @@ def resume(run: Run) -> None:
         for change in changed:
             ranks.say(f"  with another {change}")
     room = checkpoint.expected_size(run.model, run.average) * max(
-        1, config.checkpoint.keep + 1 - len(checkpoint.found(directory))
+        1, config.checkpoint.keep + 1 - len(checkpoint.finished(directory))
     )
     ranks.on_first_rank(lambda: checkpoint.check_space(run.directory, room))  # fail now rather than hours later
     if dist.get_rank() == 0:

@@ -157,7 +157,7 @@ def clips(job: Job, model: Any, say: Any) -> None:
         predictor = task.predictor(fresh).eval()
         dsp.parallelize(predictor, job.mesh, wire=wire)
         with torch.no_grad():
-            samples[wire] = task.sampler(task.clip)(predictor, noise, 10, **task.told(labels, task.clip))
+            samples[wire] = task.sampler(task.clip)(predictor, noise, 10, **task.conditions_of(labels, task.clip))
     spread = float(samples["same"].std())
     say(f"\nclips of 10 steps: root of the mean squared difference over the standard deviation {spread:.3f}:")
     for wire in WIRES[1:]:

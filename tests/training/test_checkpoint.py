@@ -309,7 +309,7 @@ def test_a_kill_while_old_ones_are_removed_leaves_whole_ones(run, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(os, "unlink", killed)
             checkpoint._remove(copy / "step-00000001")
-        for _, path in checkpoint.found(copy):
+        for _, path in checkpoint.finished(copy):
             assert (path / "manifest.json").is_file()
         checkpoint.save(copy, 3, Contents(model, optimizer, identity=IDENTITY), keep=2)
         assert sorted(p.name for p in copy.iterdir()) == ["step-00000002", "step-00000003"]
@@ -395,7 +395,7 @@ def test_a_crash_while_writing_leaves_the_last_one(run, monkeypatch):
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("power is gone")))
         with pytest.raises(UserError, match="power is gone"):
             checkpoint.save(directory, 3, Contents(model, optimizer, identity=IDENTITY))
-    assert [step for step, _ in checkpoint.found(directory)] == [1, 2]
+    assert [step for step, _ in checkpoint.finished(directory)] == [1, 2]
     assert checkpoint.load(directory, Contents(model, optimizer, identity=IDENTITY))["step"] == 2
     assert same(values(model), at[2])
     checkpoint.save(directory, 3, Contents(model, optimizer, identity=IDENTITY))  # clears what the crash left

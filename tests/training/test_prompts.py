@@ -60,8 +60,8 @@ def test_the_captions_are_drawn_from_the_same_noise_each_time(runs):
     assert clips.titles == ["a red boat", "snow, at night"]
     expected = show.texts(["snow, at night"], None, "--text", "cpu")
     for name, rows in expected.items():
-        assert torch.equal(clips.told[name][1], rows[0])
-        assert not torch.equal(clips.told[name][0], rows[0]) or name == "context_mask"
+        assert torch.equal(clips.conditions[name][1], rows[0])
+        assert not torch.equal(clips.conditions[name][0], rows[0]) or name == "context_mask"
     empty = task.validation.caption(None)
     assert torch.equal(clips.none["context"][1], empty[0])
 

@@ -22,7 +22,7 @@ from tests.support.runs import metrics, one_of, stop_at
 from zoo.training import UserError, checkpoint, loader
 from zoo.training import config as cfg
 from zoo.training.guard import FEWEST, Diverged, Guard
-from zoo.training.loader import Failed, Made, batches, place
+from zoo.training.loader import Failed, WorkerBatches, batches, place
 from zoo.training.optim import learning_rate, optimizers
 from zoo.training.sections import Optim, Train
 from zoo.training.tasks.video import Task
@@ -279,12 +279,12 @@ def test_processes_make_what_a_thread_makes(run, trainer):
             next(made)
         made.close()
     assert error.value.alone
-    assert isinstance(Made(cfg.create_task(config), make)[4, 0], Failed)
+    assert isinstance(WorkerBatches(cfg.create_task(config), make)[4, 0], Failed)
 
 
 @pytest.mark.slow
 def test_processes_keep_up_with_a_step():
-    """Batches that take three times a step are there in time from four processes, and not from a thread."""
+    """WorkerBatches that take three times a step are there in time from four processes, and not from a thread."""
 
     class Slow:
         device, size = torch.device("cpu"), 1

@@ -249,7 +249,7 @@ def test_guidance_is_the_formula_by_hand(run, data):
     clips, fps = infer.asked(options, codec, torch.device("cpu"))
     assert (clips.size, fps) == ((5, 4, 6), 12)
     told, none = (task.tell(task.train, [entry], [drop]) for drop in (False, True))
-    for ours, theirs in ((clips.told, told), (clips.none, none)):
+    for ours, theirs in ((clips.conditions, told), (clips.none, none)):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value, msg=name)

@@ -27,7 +27,7 @@ from zoo.pictures import save_gif
 from zoo.training import UserError, tracking
 from zoo.training import config as cfg
 from zoo.training.estimate import saved_for_backward
-from zoo.training.model import recomputed_modules, refuse_parameters_of_its_own
+from zoo.training.model import recomputed_modules, refuse_other_parameters
 from zoo.training.optim import due
 
 
@@ -635,6 +635,6 @@ def test_amounts():
 def test_an_objective_has_the_models_parameters_alone():
     """Others would keep no values: weights are given to the model."""
     model = torch.nn.Linear(2, 2)
-    refuse_parameters_of_its_own(torch.nn.Sequential(model), model)
+    refuse_other_parameters(torch.nn.Sequential(model), model)
     with pytest.raises(UserError, match=r"Sequential has parameters that are not the model's: 1\.weight, 1\.bias\. "):
-        refuse_parameters_of_its_own(torch.nn.Sequential(model, torch.nn.Linear(2, 2)), model)
+        refuse_other_parameters(torch.nn.Sequential(model, torch.nn.Linear(2, 2)), model)

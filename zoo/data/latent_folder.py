@@ -85,7 +85,7 @@ class LatentFolder:
     def mixes(self) -> list[Mix]:
         """For each bucket, the clips of each folder and the places that they take in an epoch."""
         by_folder = [Counter(Path(entry.shard).parent for entry in clips) for clips in self.clips]
-        counts = [[found[root] for root in self.roots] for found in by_folder]
+        counts = [[clips[root] for root in self.roots] for clips in by_folder]
         totals = [sum(of) for of in zip(*counts)]  # of each folder
         places = dealt(totals, list(self.shares.values()), len(self))
         return [
@@ -105,8 +105,8 @@ class LatentFolder:
 
     def at(self, bucket: int, index: int, epoch: int) -> tuple[Entry, int]:
         """The clip at place `index` of a bucket in epoch `epoch`, and the clip's own epoch."""
-        folder, place, own = self.mixes[bucket].at(index, epoch)
-        return self.clips[bucket][sum(self.mixes[bucket].counts[:folder]) + place], own
+        folder, place, turn = self.mixes[bucket].at(index, epoch)
+        return self.clips[bucket][sum(self.mixes[bucket].counts[:folder]) + place], turn
 
     def split(self, validation: float) -> tuple["LatentFolder", "LatentFolder"]:
         """Split the folder into `(train, validation)`: whole videos with about that share of the clips are held out.
@@ -172,10 +172,10 @@ class LatentFolder:
 
     def vectors(self, entry: Entry | None, name: str) -> Tensor:
         """The `pooled` [e] of a caption (None: of the empty one) or the tokens `image` [j, e], float32."""
-        found = self.latents.unconditional(name) if entry is None else self.latents.text(entry, name)
-        if not torch.isfinite(found).all():
+        vectors = self.latents.unconditional(name) if entry is None else self.latents.text(entry, name)
+        if not torch.isfinite(vectors).all():
             raise LatentError(f"{self.latents.folder}: {name} of {entry and entry.name} holds NaN or infinite numbers")
-        return found
+        return vectors
 
 
 def video_of(entry: Entry) -> str:

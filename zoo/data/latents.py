@@ -114,10 +114,10 @@ def write_manifest(folder: Path, manifest: Manifest, unconditional: Tensor, pool
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        found = read_json(path, 1 << 20)
-        if found.pop("format") != FORMAT:
+        fields = read_json(path, 1 << 20)
+        if fields.pop("format") != FORMAT:
             raise LatentError(f"{path}: of another version of this package; encode the clips again")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         manifest = Manifest(**values)
         for name, hint in typing.get_type_hints(Manifest).items():
             value = getattr(manifest, name)
@@ -351,14 +351,14 @@ def _verify(path: Path) -> None:
     """Raise a LatentError if the tensors of a shard have changed or are not finite."""
     from safetensors import safe_open
 
-    found, strange = hashlib.sha256(), []
+    digest, strange = hashlib.sha256(), []
     with safe_open(regular(path), "pt") as shard:
         header = shard.metadata() or {}
         for name in sorted(shard.keys()):  # one at a time
             tensor = shard.get_tensor(name)
-            found.update(_raw(tensor))
+            digest.update(_raw(tensor))
             strange += [] if torch.isfinite(tensor).all() else [name]
-    if header.get("sha256", found.hexdigest()) != found.hexdigest():
+    if header.get("sha256", digest.hexdigest()) != digest.hexdigest():
         raise LatentError(f"{path}: differs from the checksum in its header; delete it and encode again")
     if strange:
         raise LatentError(f"{path}: {strange[0]} holds NaN or infinite numbers; delete it and encode again")

@@ -32,8 +32,8 @@ class Mix:
         if self.places[chosen] == self.counts[chosen]:  # every sample once an epoch: the mix's own order will do
             return chosen, index - ends[chosen] + self.places[chosen], epoch
         turn = epoch * self.places[chosen] + index - ends[chosen] + self.places[chosen]
-        (own,), (place,) = batch_indices(hash_seed("mix", chosen), turn, 1, self.counts[chosen])
-        return chosen, place, own
+        (turn_of_set,), (place,) = batch_indices(hash_seed("mix", chosen), turn, 1, self.counts[chosen])
+        return chosen, place, turn_of_set
 
 
 def dealt(counts: Sequence[int], shares: Sequence[float], total: int) -> list[int]:
@@ -69,5 +69,5 @@ class MixedClips:
         return len(self.mix)
 
     def clip(self, index: int, epoch: int, frames: range | slice | None = None) -> Clip:
-        chosen, place, own = self.mix.at(index, epoch)
-        return self.sets[chosen].clip(place, own, frames)
+        chosen, place, turn = self.mix.at(index, epoch)
+        return self.sets[chosen].clip(place, turn, frames)

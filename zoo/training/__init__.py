@@ -13,7 +13,7 @@ class UserError(ValueError):
     Every rank raises it, unless it is marked `alone`: then only this rank has found it.
     """
 
-    told = False  # whether it has been printed, here or by rank 0
+    printed = False  # whether it has been printed, here or by rank 0
 
     def __init__(self, text: str, alone: bool = False):
         super().__init__(text)

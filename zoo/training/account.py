@@ -24,11 +24,11 @@ def opening(
     replicate, shard, sp = shape
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     named = config.model.name + (f" {config.model.size}" if config.model.size else "")
-    batch, again = config.train.batch, config.train.accumulation
+    batch, accumulated = config.train.batch, config.train.accumulation
     count, trained = (sum(p.numel() for p in which) for which in (model.parameters(), trainable(model)))
     part = f", of which {amount(trained)} are trained" if trained < count else ""
     yield f"model   {named}: {amount(count)} parameters ({count:,}){part}"
-    times = f"{batch} x {again}" if again > 1 else f"{batch}"
+    times = f"{batch} x {accumulated}" if accumulated > 1 else f"{batch}"
     words = task.describe()
     each = f", each {words}" if words else f", from a data set of {len(task.train)}" if hasattr(task, "train") else ""
     yield f"data    {config.data.name}: {times} samples a step and group{each}"
@@ -89,15 +89,15 @@ def table(
     records: Sequence[Mapping[str, Any]], baselines: Sequence[Baseline], shown: Callable[[str], bool] = lambda key: True
 ) -> Iterator[str]:
     """The last measures on held-out data that are `shown`, each with its best baseline."""
-    found: dict[str, float] = {}
+    last: dict[str, float] = {}
     for record in records:
-        found |= {k: v for k, v in record.items() if k.startswith("val_") and isinstance(v, int | float)}
+        last |= {k: v for k, v in record.items() if k.startswith("val_") and isinstance(v, int | float)}
     best: dict[str, Baseline] = {}
     for baseline in baselines:
         known = best.setdefault(baseline.of, baseline)
         if (baseline.loss > known.loss) == higher(baseline.of) and baseline.loss != known.loss:
             best[baseline.of] = baseline
-    keys = sorted(filter(shown, found), key=lambda key: (key != "val_loss", not key.startswith("val_loss"), key))
+    keys = sorted(filter(shown, last), key=lambda key: (key != "val_loss", not key.startswith("val_loss"), key))
     if not keys:
         return
     rows, named = (
@@ -106,11 +106,11 @@ def table(
     )
     for key in keys:
         better = "higher" if higher(key) else "lower"
-        row = [f"  {label(key)}", f"{found[key]:.4g}", "", f"{better} is better"]
+        row = [f"  {label(key)}", f"{last[key]:.4g}", "", f"{better} is better"]
         if key in best:
             beaten = best[key]
-            ahead = "ahead" if (found[key] > beaten.loss) == higher(key) else "behind"
-            row[2:] = f"{beaten.loss:.4g}", f"{row[3]}: the model is {'level' if found[key] == beaten.loss else ahead}"
+            ahead = "ahead" if (last[key] > beaten.loss) == higher(key) else "behind"
+            row[2:] = f"{beaten.loss:.4g}", f"{row[3]}: the model is {'level' if last[key] == beaten.loss else ahead}"
             named.setdefault(beaten.name, []).append(label(key))
         rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(3)]

@@ -47,8 +47,8 @@ class Layout:
         return cls(names, {"embed": row, "embed.proj": row} if module is not None and row else {})
 
     def theirs(self, layer: str) -> list[str]:
-        found = self.names(f"{layer}.weight")
-        return [name.removesuffix(".weight") for name in ([found] if isinstance(found, str) else found)]
+        names = self.names(f"{layer}.weight")
+        return [name.removesuffix(".weight") for name in ([names] if isinstance(names, str) else names)]
 
 
 def published(model: nn.Module, scale: float) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ def ours(model: Any, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     Several layers there with one lora_A are one adapter of its rank; with several, their ranks add up. ValueError: an
     adapter of a layer that the model does not have, or of other sizes.
     """
-    layout, found, left = Layout.of(model), dict[str, Pair](), set(pairs)
+    layout, pairs_of, left = Layout.of(model), dict[str, Pair](), set(pairs)
     for name, layer in layers(model, nn.Linear).items():
         names = layout.theirs(name)
         given = [pairs.get(theirs) for theirs in names]
@@ -156,13 +156,13 @@ def ours(model: Any, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
             )
         first = next(pair[0] for pair in given if pair)
         if all(pair and torch.equal(pair[0], first) for pair in given):
-            found[name] = first, torch.cat([pair[1] for pair in given if pair])
+            pairs_of[name] = first, torch.cat([pair[1] for pair in given if pair])
             continue
         blocks = [pair or (first[:0], first.new_zeros(rows, 0)) for pair in given]
-        found[name] = torch.cat([a for a, _ in blocks]), torch.block_diag(*(b for _, b in blocks))
+        pairs_of[name] = torch.cat([a for a, _ in blocks]), torch.block_diag(*(b for _, b in blocks))
     if left:
         raise ValueError(f"{len(left)} adapters are of layers that the model does not have, such as {min(left)}")
-    return found
+    return pairs_of
 
 
 @torch.no_grad()

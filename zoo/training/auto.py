@@ -58,10 +58,9 @@ def batches_of(config: Config) -> int:
 def applied(config: Config, dp: int, sp: int, method: str, recomputed: str, **sent: Any) -> Config:
     """The configuration on another mesh, for the same step. sent: values of wire, route and overlap."""
     parallel = replace(config.parallel, auto=False, dp_replicate=1, dp_shard=dp, sp=sp, method=method, **sent)
-    again = batches_of(config) // dp
-    return replace(
-        config, parallel=parallel, train=replace(config.train, checkpoint_activations=recomputed, accumulation=again)
-    )
+    accumulation = batches_of(config) // dp
+    train = replace(config.train, checkpoint_activations=recomputed, accumulation=accumulation)
+    return replace(config, parallel=parallel, train=train)
 
 
 class Choice(NamedTuple):
@@ -87,18 +86,18 @@ def left(config: Config) -> list[str]:
 def kept(config: Config, world: int) -> Choice | None:
     """The choice of the run that is resumed, if it fits as many ranks: its steps stay the same, bit for bit."""
     directory = Path(config.runs_dir) / str(config.name)
-    if not config.resume or not checkpoint.found(directory / "checkpoints"):
+    if not config.resume or not checkpoint.finished(directory / "checkpoints"):
         return None
     try:
         before = load([str(directory / "config.yaml")])
     except UserError:  # another version wrote it
         return None
-    own, recomputed = before.parallel, before.train.checkpoint_activations
-    dp, sp = own.dp_shard, own.sp or 0
-    if own.dp_replicate != 1 or dp * sp != world or batches_of(config) % dp:
+    parallel, recomputed = before.parallel, before.train.checkpoint_activations
+    dp, sp = parallel.dp_shard, parallel.sp or 0
+    if parallel.dp_replicate != 1 or dp * sp != world or batches_of(config) % dp:
         return None
-    text = f"parallel=auto keeps what the run had: dp_shard={dp} sp={sp} {own.method}, recomputed: {recomputed}"
-    return Choice(dp, sp, own.method, recomputed, text, {name: getattr(own, name) for name in left(config)})
+    text = f"parallel=auto keeps what the run had: dp_shard={dp} sp={sp} {parallel.method}, recomputed: {recomputed}"
+    return Choice(dp, sp, parallel.method, recomputed, text, {name: getattr(parallel, name) for name in left(config)})
 
 
 def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
@@ -138,19 +137,19 @@ def sent_by(plan: dsp.Plan) -> dict[str, Any]:
 
 def candidates(config: Config, world: int, hardware: dsp.Hardware) -> list[Candidate]:
     """Each mesh of `world` ranks that keeps a step's samples, with each method and way to recompute that it can run."""
-    task, found, batches = create_task(config), list[Candidate](), batches_of(config)
+    task, candidates, batches = create_task(config), list[Candidate](), batches_of(config)
     memory = Memory(config, task, without_weights(config, task)[0])
     for way in memory.ways:
         if config.parallel.save_exchanges and way != "stages":
             continue
         objective = without_weights(applied(config, 1, world, "dsp", way), task)[1]
         for dp in (n for n in range(1, world + 1) if gcd(world, batches) % n == 0):
-            own = applied(config, dp, world // dp, "dsp", way)
-            steps = steps_on(hardware, own, task, objective, memory.under(own))
+            candidate = applied(config, dp, world // dp, "dsp", way)
+            steps = steps_on(hardware, candidate, task, objective, memory.under(candidate))
             for t in steps.supported(dp, world // dp):
                 if t.method == "dsp" or not config.train.offload:
-                    found.append(Candidate(t, way, steps.fits(t)))
-    return found
+                    candidates.append(Candidate(t, way, steps.fits(t)))
+    return candidates
 
 
 def foreseen(config: Config) -> Choice:

@@ -63,14 +63,14 @@ class Contents:
     def tensors(self) -> Tensors:
         """The tensors as this run holds them."""
         weights: Any = get_model_state_dict(self.model, options=TRAINED)
-        found: Tensors = {("model", name): value for name, value in weights.items()}
+        tensors: Tensors = {("model", name): value for name, value in weights.items()}
         if self.average:
-            found |= {("average", name): value for name, value in self.average.values.items()}
+            tensors |= {("average", name): value for name, value in self.average.values.items()}
         if self.optimizer is not None:
             state: Any = get_optimizer_state_dict(self.model, self.optimizer)["state"]
             for name, moments in state.items():
-                found |= {("optimizer", name, k): rounded(v) for k, v in moments.items() if isinstance(v, Tensor)}
-        return found
+                tensors |= {("optimizer", name, k): rounded(v) for k, v in moments.items() if isinstance(v, Tensor)}
+        return tensors
 
     def stored(self, tensors: Tensors) -> Tensors:
         """The `tensors` with their rows in the model's own order."""
@@ -102,8 +102,8 @@ def rounded(moment: Tensor) -> Tensor:
 def _packed(optimizers: Any) -> list[tuple[Any, nn.Parameter, str, Tensor]]:
     """The moments that are kept in fewer bits, each with its optimizer, parameter and name."""
     listed = optimizers if isinstance(optimizers, Sequence) else [optimizers]
-    found = [(o, p, key, value) for o in listed for p, state in o.state.items() for key, value in state.items()]
-    return [(*rest, value) for *rest, value in found if type(local_part(value)) is not Tensor]
+    entries = [(o, p, key, value) for o in listed for p, state in o.state.items() for key, value in state.items()]
+    return [(*rest, value) for *rest, value in entries if type(local_part(value)) is not Tensor]
 
 
 # ------------------------------------------------------------------------------------------------------------- saving
@@ -178,8 +178,8 @@ def write(
         part.rename(final)
         _sync_directory(directory)
         # newer checkpoints were damaged: the run went back to one before them
-        sound = [path for at, path in found(directory) if at <= step]
-        for path in [path for at, path in found(directory) if at > step] + sound[:-keep]:
+        sound = [path for at, path in finished(directory) if at <= step]
+        for path in [path for at, path in finished(directory) if at > step] + sound[:-keep]:
             _remove(path)
 
     on_first_rank(publish, group)
@@ -218,7 +218,7 @@ def check_space(directory: Path, needed: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def found(directory: Path) -> list[tuple[int, Path]]:
+def finished(directory: Path) -> list[tuple[int, Path]]:
     """The finished checkpoints under `directory` as (step, path), oldest first."""
     steps = [(re.fullmatch(r"step-(\d+)", p.name), p) for p in directory.glob("step-*") if p.is_dir()]
     return sorted((int(match[1]), path) for match, path in steps if match)
@@ -226,7 +226,7 @@ def found(directory: Path) -> list[tuple[int, Path]]:
 
 def identity(directory: Path, step: int | None = None) -> dict[str, Any]:
     """The description of the model of the latest checkpoint under `directory`, or of that of `step`."""
-    for at, path in reversed(found(directory)):
+    for at, path in reversed(finished(directory)):
         with suppress(Damaged):
             if step in (None, at):
                 return dict(check_state(path / "state.json", at)["identity"])
@@ -250,7 +250,7 @@ def load(
     """
     damaged = []
     for at, path in reversed(
-        [(at, path) for at, path in on_first_rank(lambda: found(directory)) if step in (None, at)]
+        [(at, path) for at, path in on_first_rank(lambda: finished(directory)) if step in (None, at)]
     ):
         try:
             state, metadata = verify(path, at)
@@ -286,10 +286,10 @@ def _refuse_foreign(path: Path, theirs: Mapping[str, Any], metadata: Metadata, c
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _has_average(metadata: Metadata) -> bool:

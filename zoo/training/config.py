@@ -103,24 +103,24 @@ def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.de
     if not getattr(asked, "_is_protocol", False):  # a class of the user's own, by chance of this name
         asked = Data
     complete(data, asked, f"{type(data).__name__}, the options of data.name={name},")
-    return _made(module.Task, f"the task of data.name={name}", config, mesh, device)
+    return _create(module.Task, f"the task of data.name={name}", config, mesh, device)
 
 
 def create_show(task: Task) -> Show:
     """The pictures of a task."""
     name = task.config.data.name
-    return _made(Parts(name, task.config.task).shown.Show, f"what is shown of data.name={name}", task)
+    return _create(Parts(name, task.config.task).shown.Show, f"what is shown of data.name={name}", task)
 
 
 def create_infer(task: Task, names: Mapping[str, Sequence[str]] | None = None) -> Infer:
     """The part of infer.py that uses a task's model; `names`: of the samples that the run had, by set."""
     name, show = task.config.data.name, create_show(task)
-    made = _made(Parts(name, task.config.task).shown.Infer, f"what infer.py makes of data.name={name}", show)
-    made.names = names or {}
-    return made
+    infer = _create(Parts(name, task.config.task).shown.Infer, f"what infer.py makes of data.name={name}", show)
+    infer.names = names or {}
+    return infer
 
 
-def _made(kind: Any, what: str, *args: Any) -> Any:
+def _create(kind: Any, what: str, *args: Any) -> Any:
     """An instance of `kind`; a UserError names every method that the class lacks."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if issubclass(kind, Task) and kind.samples is Task.samples:
@@ -177,13 +177,13 @@ def _merged(layers: Sequence[tuple[str, Layer]]) -> Config:
 
 def known(data: str, task: str | None) -> Config:
     """The defaults for a data set and a task; a UserError for a name that does not exist."""
-    parts, own = Parts(data, task), sorted(set(TASKS.values()))
+    parts, names = Parts(data, task), sorted(set(TASKS.values()))
     try:
         sets = (*TASKS, *parts.module.DATA)
     except UserError as error:
-        if task is None or task in own:
+        if task is None or task in names:
             raise
-        raise UserError(f"{error}{_suggest(task, own)}") from None
+        raise UserError(f"{error}{_suggest(task, names)}") from None
     if data not in sets and ":" not in data and not entry_points(group="zoo.data", name=data):
         raise UserError(f"data.name={data}: no such data set{_suggest(data, sets)}; your own is package.module:Class")
     return defaults(data, task)

@@ -207,8 +207,8 @@ def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any,
     """The time of a step on `hardware` by any method on any mesh, and whether it fits; from plans of the objective."""
 
     def plan(method: str, sp: int) -> dsp.Plan:
-        own = replace(config, parallel=replace(config.parallel, method=method))
-        return make_plan(own, task, objective, sp, route=foreseen_route(config, hardware), hardware=hardware)
+        changed = replace(config, parallel=replace(config.parallel, method=method))
+        return make_plan(changed, task, objective, sp, route=foreseen_route(config, hardware), hardware=hardware)
 
     def held(plan: dsp.Plan, shard: int, sp: int) -> int:
         cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # weights, gradients and moments, not over dp

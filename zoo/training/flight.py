@@ -36,26 +36,26 @@ def write(folder: Path, rank: int, progress: Any, fault: str) -> None:
     """Write this rank's record into `folder`. An error here must not keep the rank from ending."""
     try:
         place, waits = progress.where()
-        found = {
+        report = {
             "rank": rank, "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "fault": fault,
             "place": place, "waits": waits, "modules": modules(progress.thread, progress.model),
             "collectives": collectives(),
         }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank-{rank}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (folder / f"rank-{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
     except Exception as error:
         print(f"rank {rank} wrote no flight record: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def modules(thread: int, model: Any) -> list[str]:
     """The names of the modules of `model` whose forward a thread is in, outermost first."""
-    frame, found = sys._current_frames().get(thread), list[str]()
+    frame, running = sys._current_frames().get(thread), list[str]()
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
     while frame is not None:
         if frame.f_code.co_name == "_call_impl" and (name := names.get(id(frame.f_locals.get("self")))):
-            found.insert(0, name)
+            running.insert(0, name)
         frame = frame.f_back
-    return found
+    return running
 
 
 def collectives() -> list[dict[str, Any]]:
@@ -77,18 +77,18 @@ def collectives() -> list[dict[str, Any]]:
 
 def read(folder: Path) -> list[Mapping[str, Any]]:
     """The records in a folder, by rank; of a run's folder, those of the latest start. UserError if there are none."""
-    found = []
+    records = []
     for path in [*folder.glob("rank-*.json")] or max(folder.glob("flight/*"), default=folder).glob("rank-*.json"):
         try:
             record = read_json(path, MOST)
             if not has(record, RECORD) or not all(has(entry, ENTRY) for entry in record["collectives"]):
                 raise ValueError("damaged: it lacks a part of a flight record")
-            found.append(record)
+            records.append(record)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: {error}") from None
-    if not found:
+    if not records:
         raise UserError(f"{folder} has no flight record: one is written when a run of several ranks hangs or loses one")
-    return sorted(found, key=lambda record: record["rank"])
+    return sorted(records, key=lambda record: record["rank"])
 
 
 def has(table: Any, parts: Mapping[str, Any]) -> bool:
@@ -106,8 +106,9 @@ def lines(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for entry in begun:
             last.setdefault(entry["group"], {})[record["rank"]] = entry
         open_ones = [entry for entry in begun if not entry["done"]]
-        told = f"in {spoken(open_ones[-1])}" if open_ones else f"after {spoken(begun[-1])}" if begun else "nothing sent"
-        yield f"rank {record['rank']}: {record['place']}{inside}; {told}"
+        after = f"after {spoken(begun[-1])}" if begun else "nothing sent"
+        last_sent = f"in {spoken(open_ones[-1])}" if open_ones else after
+        yield f"rank {record['rank']}: {record['place']}{inside}; {last_sent}"
     for group, entries in last.items():
         numbers = {rank: entry["number"] for rank, entry in entries.items()}
         behind = [rank for rank, number in numbers.items() if number < max(numbers.values())]

@@ -57,17 +57,17 @@ def batches(
         warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is fine: a worker uses none of them
         warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores are fine
         loader: Any = DataLoader(
-            Made(task, make), batch_size=None, sampler=wanted, num_workers=workers, prefetch_factor=prefetch,
+            WorkerBatches(task, make), batch_size=None, sampler=wanted, num_workers=workers, prefetch_factor=prefetch,
             multiprocessing_context="fork", pin_memory=torch.device(task.device).type == "cuda",
         )  # fmt: skip
-        made = iter(loader)
-    for inputs in made:
+        stream = iter(loader)
+    for inputs in stream:
         if isinstance(inputs, Failed):
             raise UserError(inputs.message, alone=True)
         yield {name: task.part(*x) if isinstance(x, Part) else x for name, x in inputs.items()}
 
 
-class Made(Dataset[Any]):
+class WorkerBatches(Dataset[Any]):
     """The batches that worker processes make."""
 
     def __init__(self, task: Task, make: Callable[..., Any]):
@@ -91,13 +91,13 @@ def worker_ends_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = re.search(WORKER, str(error))
-        if not found:
+        match = re.search(WORKER, str(error))
+        if not match:
             raise
-        how = f"was ended by a signal ({found[2].strip()})" if found[2] else "is gone"
+        how = f"was ended by a signal ({match[2].strip()})" if match[2] else "is gone"
         why = ": the kernel ended a process because memory ran out" if memory_kills() > before else ""
         raise UserError(
-            f"a data worker (process {found[1]}) {how}{why}; where memory is short, fewer train.workers or a smaller "
+            f"a data worker (process {match[1]}) {how}{why}; where memory is short, fewer train.workers or a smaller "
             "train.prefetch take less; resume=true goes on from the last checkpoint", alone=True,
         ) from error  # fmt: skip
 

@@ -39,7 +39,7 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
             if config.lora.rank:
                 freeze(model, compute_dtype(config))
             objective = task.objective(model)
-        refuse_parameters_of_its_own(objective, model)
+        refuse_other_parameters(objective, model)
         stages = compile_and_recompute(config, model)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
@@ -52,7 +52,7 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
     return model, objective, stages
 
 
-def refuse_parameters_of_its_own(objective: nn.Module, model: nn.Module) -> None:
+def refuse_other_parameters(objective: nn.Module, model: nn.Module) -> None:
     """Raise UserError for an objective with parameters that are not the model's: they would get no values."""
     known = {id(p) for p in model.parameters()}
     if strangers := [name for name, p in objective.named_parameters() if id(p) not in known]:

@@ -212,9 +212,9 @@ class Pipeline:
             return None
         group = self.halves.get_group()
 
-        def join(own: Tensor) -> Sequence[Tensor]:
-            both = [torch.empty_like(own) for _ in range(2)]
-            dist.all_gather(both, own.contiguous(), group=group)
+        def join(part: Tensor) -> Sequence[Tensor]:
+            both = [torch.empty_like(part) for _ in range(2)]
+            dist.all_gather(both, part.contiguous(), group=group)
             return both
 
         return self.halves.get_local_rank(), join
@@ -226,7 +226,7 @@ class Pipeline:
         self, prompt: Prompt, cells: Sequence[int], options: Namespace, on_step: Callable[[int, int], None]
     ) -> Tensor:
         """Latents (n c t h w) on the CPU, float32, a batch at a time, each clip from the noise of its own seed."""
-        made, n = [], len(options.prompt)
+        samples, n = [], len(options.prompt)
         batches = range(0, n, options.batch)
         scale = self._scale(options)
         second = scale if options.guidance_2 is None else options.guidance_2
@@ -242,8 +242,8 @@ class Pipeline:
                 prompt.rows(clips, self.device), noise, options.steps, (scale, second),
                 batched=options.batched, branch=self._branch(), random=random, on_step=count,
             )  # fmt: skip
-            made.append(latents.cpu())
-        return torch.cat(made)
+            samples.append(latents.cpu())
+        return torch.cat(samples)
 
 
 def arguments(parser: ArgumentParser, family: type[Published], out: Path | None) -> None:

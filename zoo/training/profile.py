@@ -57,32 +57,32 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's library prints two lines each time
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
-        found = profile(activities=kinds, record_shapes=shapes, profile_memory=shapes and self.memory)
-        found.start()
-        return found
+        profiler = profile(activities=kinds, record_shapes=shapes, profile_memory=shapes and self.memory)
+        profiler.start()
+        return profiler
 
     def _end(self, step: int, trace: bool) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.running.stop()
-        found, self.running = self.running, None
+        profiler, self.running = self.running, None
         # its table of its own methods keeps the events, megabytes, until Python next looks for cycles: after hours
-        vars(found).pop("action_map", None)
-        parts = shares(spans(found))
+        vars(profiler).pop("action_map", None)
+        parts = shares(spans(profiler))
         self.shares = {f"{kind}_share": share for kind, share in parts.items()}
         self.shares["comm_share"] = parts["switches"] + parts["weights"]
         if trace:
             rank = dist.get_rank()
             self.directory.mkdir(parents=True, exist_ok=True)
             path = self.directory / f"rank-{rank}.json"
-            found.export_chrome_trace(str(path))
-            for line in summary(found, parts, max(step - self.first + 1, 1)):
+            profiler.export_chrome_trace(str(path))
+            for line in summary(profiler, parts, max(step - self.first + 1, 1)):
                 say(line)
             say(f"trace of steps {self.first} to {step}: {path}, a file a rank; open it in ui.perfetto.dev")
             if self.memory:
-                say(f"memory of the same steps: {self._held(found, rank)}")
+                say(f"memory of the same steps: {self._held(profiler, rank)}")
 
-    def _held(self, found: Any, rank: int) -> Path:
+    def _held(self, profiler: Any, rank: int) -> Path:
         """Write torch's record of memory: for a GPU a snapshot for pytorch.org/memory_viz, for a CPU by operation."""
         if self.device.type == "cuda":
             path = self.directory / f"memory-rank-{rank}.pickle"
@@ -90,7 +90,7 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
             return path
         path = self.directory / f"memory-rank-{rank}.json"
-        rows = sorted(found.key_averages(), key=lambda row: -row.self_cpu_memory_usage)[:200]
+        rows = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_memory_usage)[:200]
         held = [{"operation": r.key, "bytes": r.self_cpu_memory_usage, "calls": r.count} for r in rows]
         path.write_text(json.dumps(held, indent=1))
         return path
@@ -118,12 +118,12 @@ def kind_of(name: str) -> str:
     return "compute"
 
 
-def spans(found: Any) -> dict[str, list[Span]]:
+def spans(profiler: Any) -> dict[str, list[Span]]:
     """The spans of the events of each kind, in ns, with the steps themselves under 'step'.
 
     On a GPU the events are its kernels, on a CPU the operations of the thread that runs the steps.
     """
-    events = found.profiler.kineto_results.events()
+    events = profiler.profiler.kineto_results.events()
     on_device = any(event.device_type() != torch.autograd.DeviceType.CPU for event in events)
     threads = {event.start_thread_id() for event in events if event.name() == STEP}
     result: dict[str, list[Span]] = {}
@@ -139,13 +139,13 @@ def spans(found: Any) -> dict[str, list[Span]]:
     return result
 
 
-def shares(found: dict[str, list[Span]]) -> dict[str, float]:
+def shares(by_kind: dict[str, list[Span]]) -> dict[str, float]:
     """The share of the steps' time of each kind; an instant of two kinds counts as the first of `KINDS`."""
-    whole = covered(found.get("step", ()))
+    whole = covered(by_kind.get("step", ()))
     counted: list[Span] = []
     before, result = 0.0, {}
     for kind in KINDS[:-1]:
-        counted += found.get(kind, ())
+        counted += by_kind.get(kind, ())
         so_far = min(covered(counted), whole)
         result[kind] = (so_far - before) / whole if whole else 0.0
         before = so_far
@@ -161,17 +161,17 @@ def covered(parts: Iterable[Span]) -> float:
     return total
 
 
-def summary(found: Any, parts: dict[str, float], steps: int) -> Iterator[str]:
+def summary(profiler: Any, parts: dict[str, float], steps: int) -> Iterator[str]:
     """The lines of a summary: the shares, and the operations that took longest."""
     yield "of a step: " + ", ".join(f"{kind} {share:.0%}" for kind, share in parts.items())
     device = torch.cuda.is_available()
-    rows: Sequence[Any] = [row for row in found.key_averages() if row.key not in (STEP, DATA)]
+    rows: Sequence[Any] = [row for row in profiler.key_averages() if row.key not in (STEP, DATA)]
 
-    def own(row: Any) -> float:
+    def spent(row: Any) -> float:
         return row.self_device_time_total if device else row.self_cpu_time_total
 
-    rows = sorted(rows, key=own, reverse=True)[:12]
+    rows = sorted(rows, key=spent, reverse=True)[:12]
     width = max((len(row.key[:48]) for row in rows), default=0)
     for row in rows:
         held = f"  {size(row.self_cpu_memory_usage)}" if row.self_cpu_memory_usage > 0 else ""
-        yield f"  {row.key[:48]:<{width}}  {own(row) / 1e3 / steps:9.2f} ms  {row.count / steps:7.0f} times{held}"
+        yield f"  {row.key[:48]:<{width}}  {spent(row) / 1e3 / steps:9.2f} ms  {row.count / steps:7.0f} times{held}"

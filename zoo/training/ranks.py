@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from zoo.data.file_records import FileRecords
 from zoo.files import MAX_BYTES, read_bytes
 from zoo.training import UserError, environment, user_error
-from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen, own_code, speak, wait_for_port
+from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen, of_project, speak, wait_for_port
 
 T = TypeVar("T")
 
@@ -202,12 +202,12 @@ def named_code(config: Mapping[str, Any]) -> dict[str, str]:
 
 def digest(places: Sequence[Path]) -> str:
     """A digest of Python files, and of those in folders, with their names."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for place in places:
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             content = user_error(read_bytes, file, MAX_BYTES, alone=True)
-            found.update(f"{file.relative_to(place)}\0".encode() + hashlib.blake2b(content).digest())
-    return found.hexdigest()
+            digest.update(f"{file.relative_to(place)}\0".encode() + hashlib.blake2b(content).digest())
+    return digest.hexdigest()
 
 
 def say(text: str) -> None:
@@ -229,7 +229,7 @@ def tell(error: Exception, watch: Watch | None, progress: Progress) -> None:
             watch.report(text, status_of(error), shared=shared)
         else:
             speak(f"error: {text}")
-    error.told = True  # type: ignore[attr-defined]
+    error.printed = True  # type: ignore[attr-defined]
 
 
 CONNECTION = ("gloo", "NCCL", "Connection", "connection", "Socket", "socket", "TCPStore", "Broken pipe")
@@ -241,7 +241,7 @@ def describe(error: Exception, progress: Progress) -> str:
     when = f"{progress.doing}: " if progress.count else ""
     if isinstance(error, UserError):
         return when + words
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if own_code(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if of_project(f.filename)]
     last = frames[-1] if frames else None
     place = f" (in {last.name}, {os.path.relpath(last.filename, HOME)}:{last.lineno})" if last else ""
     if isinstance(error, OSError) and error.filename:

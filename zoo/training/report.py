@@ -93,10 +93,10 @@ class Run:
     @cached_property
     def last(self) -> dict[str, float]:
         """The last value of everything that was recorded."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for record in self.records:
-            found |= {key: value for key, value in record.items() if isinstance(value, int | float)}
-        return found
+            values |= {key: value for key, value in record.items() if isinstance(value, int | float)}
+        return values
 
     @property
     def baselines(self) -> dict[str, float]:

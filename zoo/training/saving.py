@@ -71,7 +71,8 @@ class Saver:
         kept: makes a copy of the current weights.
         """
         self.wait()
-        sound = on_first_rank(lambda: [(at, path) for at, path in checkpoint.found(self.directory) if at < guard.sound])
+        saved = on_first_rank(lambda: checkpoint.finished(self.directory))
+        sound = [(at, path) for at, path in saved if at < guard.sound]
         guard.forget()
         best = kept() if guard.sound > guard.taken else guard.kept
         if best and best.step > max((at for at, _ in sound), default=0):

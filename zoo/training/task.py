@@ -120,8 +120,8 @@ class Task(ABC):
 
     def model(self) -> nn.Module:
         """The model on the default device. A UserError if its inputs do not fit the data."""
-        made: nn.Module = self.create()
-        return made
+        model: nn.Module = self.create()
+        return model
 
     @abstractmethod
     def objective(self, model: nn.Module) -> nn.Module:
@@ -144,8 +144,8 @@ class Task(ABC):
         if not hasattr(self, "train"):  # before a run, as for dry_run
             self.open()
         with torch.device("cpu"):
-            made = self.samples([(0, i % len(self.train)) for i in range(self.config.train.batch)], True)
-        return {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in made.items()}
+            batch = self.samples([(0, i % len(self.train)) for i in range(self.config.train.batch)], True)
+        return {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
     def bucket(self, step: int, groups: int) -> int:
         """The bucket of the batches of a step, if steps differ in their computation; bucket 0 computes the most."""
@@ -258,7 +258,7 @@ class Infer:
     """The work of infer.py with a task's model. By default there is none."""
 
     account: str = ""  # the time that `run` took, in words, once it is done
-    made: Any = None  # the last results of `run`, on rank 0
+    results: Any = None  # the last results of `run`, on rank 0
     names: Mapping[str, Sequence[str]] = {}  # of the samples that the run had, by set
 
     def __init__(self, show: Any):

@@ -36,7 +36,7 @@ def locate(path: Path) -> tuple[Path, Path, int | None]:
     """The directories of a run and of its checkpoints, and the step of `path` (None: the latest sound one)."""
     step = None
     if path.name.startswith("step-"):
-        known = {p: step for step, p in checkpoint.found(path.parent)}
+        known = {p: step for step, p in checkpoint.finished(path.parent)}
         if path not in known:
             raise UserError(f"{path} is not a checkpoint; beside it there are: {', '.join(p.name for p in known)}")
         step, path = known[path], path.parent
@@ -159,4 +159,4 @@ class Run:
         chosen.files = [Path(file) for file in files]
         with torch.no_grad():
             self.files = user_error(self.infer.run, self.model, chosen, self.device, progress())
-        return self.infer.made if dist.get_rank() == 0 else None
+        return self.infer.results if dist.get_rank() == 0 else None

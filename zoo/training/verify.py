@@ -42,7 +42,7 @@ def verify(path: Path, step: int) -> tuple[dict[str, Any], Metadata]:
 
     Raises Damaged, on all ranks, if a file does not match. The ranks share the reading.
     """
-    problem, found = None, None
+    problem, checked = None, None
     try:
         files = read_json(path / "manifest.json")
         for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
@@ -53,7 +53,7 @@ def verify(path: Path, step: int) -> tuple[dict[str, Any], Metadata]:
         for name in ("state.json", ".metadata"):
             if name not in files:
                 raise Damaged(f"{path / name} is not in the manifest")
-        found = check_state(path / "state.json", step), read_metadata(path / ".metadata", allowed_files=set(files))
+        checked = check_state(path / "state.json", step), read_metadata(path / ".metadata", allowed_files=set(files))
     except Damaged as error:
         problem = str(error)
     except OSError as error:
@@ -62,8 +62,8 @@ def verify(path: Path, step: int) -> tuple[dict[str, Any], Metadata]:
     dist.all_gather_object(problems, problem)
     if first := next((p for p in problems if p), None):
         raise Damaged(first)
-    assert found is not None
-    return found
+    assert checked is not None
+    return checked
 
 
 _PLAIN = "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
@@ -158,5 +158,5 @@ def check_state(path: Path, step: int) -> dict[str, Any]:
 
 def digest(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"size": file.tell(), "sha256": found}
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": file.tell(), "sha256": digest}

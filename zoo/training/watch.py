@@ -32,7 +32,7 @@ PATIENCE = 3.0  # seconds that a rank with an error waits for the report of anot
 LINGER = 20.0  # seconds that a rank with an error has for its own clean-up
 STUCK = 5  # seconds after which a message that does not go through counts as lost
 HOME = Path(__file__).resolve().parents[2]
-OWN = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # the project's own code in HOME
+SOURCES = ("dsp", "zoo", "tests", "benchmarks", "train.py", "infer.py")  # the project's own code in HOME
 # places in the code where a rank waits for others
 WAITING = (
     "torch/distributed/",
@@ -63,8 +63,8 @@ class Progress:
             files.append((frame.f_code.co_filename.replace("\\", "/"), frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
         waits = any(part in name for name, _, _ in files[:4] for part in WAITING)
-        own = [(name, line, code) for name, line, code in files if own_code(name) and "<" not in code]
-        places = [f"{code} ({os.path.relpath(name, HOME)}:{line})" for name, line, code in own]
+        in_project = [(name, line, code) for name, line, code in files if of_project(name) and "<" not in code]
+        places = [f"{code} ({os.path.relpath(name, HOME)}:{line})" for name, line, code in in_project]
         return ", in ".join([self.doing, *places[:1]]), waits
 
     @property
@@ -128,7 +128,7 @@ class Watch:
     ):
         self.rank, self.peers, self.timeout, self.progress, self.leave = rank, peers, timeout, progress, leave
         self.clock = Clock()
-        self.me = Peer(rank, None, own_name())
+        self.me = Peer(rank, None, host_name())
         for peer in (self.me, *peers):
             peer.heard = peer.moved = self.clock()
         self.fault: tuple[str, int, bool] | None = None  # the line that ends the run, exit status, whether it is a hang
@@ -257,12 +257,12 @@ class Watch:
         last = f"Last it was in {peer.place}"
         stopped_before = self.ended[0] - (self.progress.stopped_at - self.clock.suspended) if self.ended else 0.0
         if self.progress.stopped and stopped_before > GRACE:  # else a launcher sent the signal, as a rank had died
-            told = f"the run was told to stop ({self.progress.stopped}), and {peer} ended before it had a checkpoint"
+            message = f"the run was told to stop ({self.progress.stopped}), and {peer} ended before it had a checkpoint"
             late = (
                 "if that was 30 s after the signal, torchrun killed it; TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives "
                 "ranks longer"
             )
-            self._end(f"error: {told}: {late}. {last}{self.progress.resumable()}", 1)
+            self._end(f"error: {message}: {late}. {last}{self.progress.resumable()}", 1)
         else:
             self._lose(f"{peer} is gone: it was killed or it crashed. {last}")
 
@@ -285,10 +285,10 @@ class Watch:
         self._end(f"error: {text}{self.progress.resumable()}{where}", 1, bool(where))
 
 
-def own_code(file: str) -> bool:
+def of_project(file: str) -> bool:
     """Tell whether a file is one of this project's."""
     name = Path(os.path.relpath(file, HOME) if os.path.isabs(file) else "..")
-    return name.parts[0] in OWN and name.name not in ("watch.py", "ranks.py")
+    return name.parts[0] in SOURCES and name.name not in ("watch.py", "ranks.py")
 
 
 def speak(line: str) -> None:
@@ -329,7 +329,7 @@ def listen(world: int, seconds: float, announce: Callable[[int], None], token: s
                     with suppress(OSError):
                         send(each, fault=(f"error: {wrong}", 2, False))
                 raise UserError(wrong)
-            send(peer, name=own_name())
+            send(peer, name=host_name())
             peers[rank] = peer
     return [peers[rank] for rank in sorted(peers)]
 
@@ -337,11 +337,11 @@ def listen(world: int, seconds: float, announce: Callable[[int], None], token: s
 def connect(rank: int, host: str, port: int, token: str = "", world: int | None = None) -> Peer:
     """On any other rank, connect to rank 0."""
     peer = Peer(0, connection(socket.create_connection((host, port), timeout=10)), f"on {host}")
-    send(peer, rank=rank, name=own_name(), token=token, world=world)
+    send(peer, rank=rank, name=host_name(), token=token, world=world)
     return peer
 
 
-def own_name() -> str:
+def host_name() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -362,10 +362,10 @@ def connection(end: socket.socket) -> Connection:
 def received(end: Any) -> dict[str, Any]:
     """The next message; {} if the connection has ended, or the data are not a message."""
     try:
-        found = parse_json(end.recv_bytes(MOST))
+        message = parse_json(end.recv_bytes(MOST))
     except (OSError, EOFError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return message if isinstance(message, dict) else {}
 
 
 def wait_for_port(host: str, port: int, seconds: float) -> None:

@@ -22,7 +22,7 @@ class Clips:
     """Clips to draw, all of one size, and the model's conditions for them: tensors with n rows."""
 
     size: tuple[int, int, int]  # t h w
-    told: dict[str, Tensor]
+    conditions: dict[str, Tensor]
     none: dict[str, Tensor] | None  # the conditions of no class or the empty caption, if guidance leads away from them
     titles: list[str]  # the class or the caption
     held: Tensor | None = None  # latent (c, first frames, h, w) that all clips begin with

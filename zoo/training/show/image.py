@@ -93,7 +93,7 @@ class Infer(task.Infer):
             raise ValueError(f"--images {options.images}: must be at least 1")
         labels = options.label or [i % classes for i in range(options.images)]
         seed = hash_seed("inference", options.seed)
-        self.made = images = self.show.draw(model, labels, seed, options.temperature, device, on_step)
+        self.results = images = self.show.draw(model, labels, seed, options.temperature, device, on_step)
         path = options.out / f"seed-{options.seed}.png"
         on_first_rank(lambda: self.show.write(images, path) and None)
         return [path]

@@ -98,12 +98,12 @@ class Show(video.Show):
         places = order(0, 0, len(held_out)).tolist()
         entries = [held_out[places[i % len(places)]] for i in range(count)]
         x = torch.stack([self.task.validation.latent(entry) for entry in entries])
-        told, texts = self.task.tell(self.task.validation, entries, [False] * count), "context" in self.task.takes
+        conditions, texts = self.task.tell(self.task.validation, entries, [False] * count), "context" in self.task.takes
         none = self.task.tell(self.task.validation, entries, [True] * count) if texts else None
         titles = [entry.caption if texts else "" for entry in entries]
         if self.config.sample.prompts:
-            told, titles = told | self.prompts, list(self.config.sample.prompts)
-        return Clips(entries[0].shape[1:], told, none, titles), x, entries[0].fps
+            conditions, titles = conditions | self.prompts, list(self.config.sample.prompts)
+        return Clips(entries[0].shape[1:], conditions, none, titles), x, entries[0].fps
 
     def texts(
         self, captions: Sequence[str], path: str | Path | None, option: str, device: torch.device | str
@@ -165,13 +165,13 @@ class Infer(video.Infer):
         size = codec.latent_shape(*pixels)[1:]
         fps = getattr(options, "fps", Counter(entry.fps for entry in folder.clips[0]).most_common(1)[0][0])
         n, sizes, none = len(captions), clip_sizes(*pixels, fps) | {"strength": 0.0}, None
-        told = {name: torch.full((n,), sizes[name]) for name in sizes if name in self.task.takes}
+        conditions = {name: torch.full((n,), sizes[name]) for name in sizes if name in self.task.takes}
         if "context" in self.task.takes:
             rows = self._texts(folder, options, captions, device)
             if options.prompt and not self.task.conditions.guidance:
-                none = told | {name: row[-1:].expand_as(row[:-1]) for name, row in rows.items()}
-            told |= {name: row[:-1] for name, row in rows.items()}
-        return Clips(size, told, none, captions), fps
+                none = conditions | {name: row[-1:].expand_as(row[:-1]) for name, row in rows.items()}
+            conditions |= {name: row[:-1] for name, row in rows.items()}
+        return Clips(size, conditions, none, captions), fps
 
     def _texts(
         self, folder: LatentFolder, options: Namespace, captions: Sequence[str], device: torch.device

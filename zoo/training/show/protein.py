@@ -182,7 +182,7 @@ class Infer(task.Infer):
             say(f"{', '.join(alone)}: predicted alone; the name of a structure's alignment begins with the structure's")
         origin_of = origins(self.names)
         written: list[Path] = []
-        self.made, measured, skipped = [], dict[str, list[dict[str, float]]](), list[str]()
+        self.results, measured, skipped = [], dict[str, list[dict[str, float]]](), list[str]()
         for i, one in enumerate(given):
             try:
                 protein = on_first_rank(partial(user_error, one.read, self.show.task.templates, skipped_template))
@@ -225,7 +225,7 @@ class Infer(task.Infer):
         numbers = sorted({min(rows, len(protein.msa)) for rows in options.rows})
         for rows in numbers:
             predicted = self.predict(model, protein, rows, options, device)
-            self.made.append(predicted)
+            self.results.append(predicted)
             name = f"{protein.name}-{rows}" if len(numbers) > 1 else protein.name
             files, measures = on_first_rank(partial(write, options.out / name, predicted, options.least))
             written += files

@@ -74,21 +74,21 @@ class Show(task.Show):
         chosen = [(places[i % len(places)], i // len(places)) for i in range(count)]
         if classes := self.task.num_classes:  # one clip in turn of each class that the validation clips have
             of = {i: self.task.validation.clip(i, 0, range(0))["label"] for i in places}
-            turns = [own for label in range(classes) if (own := [i for i in places if of[i] == label])]
+            turns = [of_class for label in range(classes) if (of_class := [i for i in places if of[i] == label])]
             rounds = [(turns[i % len(turns)], i // len(turns)) for i in range(count if turns else 0)]
-            chosen = [(own[n % len(own)], n // len(own)) for own, n in rounds] or chosen
+            chosen = [(of_class[n % len(of_class)], n // len(of_class)) for of_class, n in rounds] or chosen
         clips = [self.task.validation.clip(index, epoch) for index, epoch in chosen]
         fps = self.config.data.fps or FPS
-        told = self.clips([clip["label"] or 0 for clip in clips], self.task.clip, fps)
-        return told, torch.stack([clip["x"] for clip in clips]), fps
+        prepared = self.clips([clip["label"] or 0 for clip in clips], self.task.clip, fps)
+        return prepared, torch.stack([clip["x"] for clip in clips]), fps
 
     def clips(self, labels: Sequence[int], size: tuple[int, int, int], fps: float) -> Clips:
         """Clips of these classes; the classes are not used if the model takes none."""
-        told, none, classes = torch.tensor(labels), None, self.task.num_classes
+        label, none, classes = torch.tensor(labels), None, self.task.num_classes
         if classes is not None:
-            none = self.task.told(torch.full_like(told, classes), size, fps)
+            none = self.task.conditions_of(torch.full_like(label, classes), size, fps)
         titles = ["" if classes is None else self.names[label] for label in labels]
-        return Clips(size, self.task.told(told, size, fps), none, titles)
+        return Clips(size, self.task.conditions_of(label, size, fps), none, titles)
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -99,11 +99,11 @@ class Show(task.Show):
         """Clips from fixed noise, with the classes or captions of real clips, and the real clips."""
         options = self.config.sample
         clips, x, fps = user_error(self.real, self.count)
-        if "start" in self.task.takes and "start" not in clips.told:
+        if "start" in self.task.takes and "start" not in clips.conditions:
             begin_with(clips, {"start": self.task.starts(x, range(x.shape[2]))})
-        made = self.draw(model, clips, SAMPLES, options.steps, options.guidance, device, on_step)
+        samples = self.draw(model, clips, SAMPLES, options.steps, options.guidance, device, on_step)
         codec = user_error(self.codec, None, device)
-        return Pairs(decode(x, codec) if self.paired else None, decode(made, codec), clips.titles, fps)
+        return Pairs(decode(x, codec) if self.paired else None, decode(samples, codec), clips.titles, fps)
 
     @property
     def count(self) -> int:
@@ -128,20 +128,20 @@ class Show(task.Show):
         save_gif(path, pairs, **how, head="real clips, and under each a sample")
         return self.measure(samples.real, samples.samples, samples.titles) if self.config.sample.metrics else {}
 
-    def measure(self, real: Tensor, made: Tensor, titles: Sequence[str]) -> dict[str, float]:
+    def measure(self, real: Tensor, samples: Tensor, titles: Sequence[str]) -> dict[str, float]:
         """The likeness of sampled clips to real ones, (n c t y x) uint8: see zoo/video/metrics.py."""
-        of_real, of_made = statistics(real), statistics(made)
-        found = {f"{of} {name}": value for of, x in (("real", of_real), ("sample", of_made))
+        of_real, of_samples = statistics(real), statistics(samples)
+        measures = {f"{of} {name}": value for of, x in (("real", of_real), ("sample", of_samples))
                  for name, value in zip(STATISTICS, x.mean(0).tolist())}  # fmt: skip
         if len(real) > 1:
-            found["Fréchet distance of statistics"] = frechet_distance(of_real, of_made)
+            measures["Fréchet distance of statistics"] = frechet_distance(of_real, of_samples)
         if self.features is not None and len(real) > 1:
-            found["Fréchet video distance"] = frechet_distance(self.features(real), self.features(made))
+            measures["Fréchet video distance"] = frechet_distance(self.features(real), self.features(samples))
         if self.task.num_classes and self.probed:
             labels = [self.names.index(title) for title in titles]
-            shares = self.probe.shares(made.float() / 127.5 - 1, labels)
-            found |= {f"sample {name}": value for name, value in shares.items()}
-        return found
+            shares = self.probe.shares(samples.float() / 127.5 - 1, labels)
+            measures |= {f"sample {name}": value for name, value in shares.items()}
+        return measures
 
     @cached_property
     def features(self) -> VideoFeatures | None:
@@ -172,12 +172,13 @@ class Show(task.Show):
         """
         sampler = self.task.sampler(clips.size)
         frames, height, width = clips.size
-        n, made = len(clips.titles), []
+        n, samples = len(clips.titles), []
         batches = range(0, n, self.config.train.batch)
         for done, start in enumerate(batches):
             ids = range(start, min(start + self.config.train.batch, n))
             noise = seeded_noise(seed, 0, ids, range(frames), (self.task.channels, height, width), device=device)
-            given: dict[str, Any] = {name: value[start : ids.stop].to(device) for name, value in clips.told.items()}
+            conditions = clips.conditions.items()
+            given: dict[str, Any] = {name: value[start : ids.stop].to(device) for name, value in conditions}
             distilled = "strength" in given  # the model takes guidance as an input, and is called once
             if distilled:
                 given["strength"] = torch.full_like(given["strength"], 1000 * guidance)
@@ -190,8 +191,8 @@ class Show(task.Show):
                 given["clean"][:, :, :first] = clips.held.to(device)
                 given["x_mask"] = (torch.arange(frames, device=device) >= first).expand(len(ids), frames)
             count = lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps)  # noqa: E731
-            made.append(sampler(model, noise, steps, on_step=count, **given).cpu())
-        return torch.cat(made)
+            samples.append(sampler(model, noise, steps, on_step=count, **given).cpu())
+        return torch.cat(samples)
 
     def baselines(self, objective: Any) -> list[Baseline]:
         if not getattr(self.config.eval, "linear_floor", False):
@@ -213,7 +214,7 @@ class Show(task.Show):
 
 def begin_with(clips: Clips, first: Mapping[str, Tensor]) -> None:
     """Add the conditions that the first frame gives, of n rows, with guidance and without."""
-    clips.told |= first
+    clips.conditions |= first
     if clips.none is not None:
         clips.none |= first
 
@@ -296,14 +297,14 @@ class Infer(task.Infer):
                     clips.held = on_first_rank(lambda: user_error(held_frames, options, clips.size, codec))
         with watch("sampling"):
             seed = hash_seed("inference", options.seed)
-            made = self.show.draw(model, clips, seed, options.steps, options.guidance, device, on_step)
+            samples = self.show.draw(model, clips, seed, options.steps, options.guidance, device, on_step)
         with watch("decoding"):
-            self.made = pixels = decode(made, codec)
+            self.results = pixels = decode(samples, codec)
         with watch("writing"):
             written = on_first_rank(lambda: user_error(write, options, formats, pixels, fps, clips.titles))
-        rounds = options.steps * -(-len(made) // self.config.train.batch)
+        rounds = options.steps * -(-len(samples) // self.config.train.batch)
         watch.notes["sampling"] = f" ({watch.spent['sampling'] / rounds:.3g} s a step)"
-        self.account = f"{watch}; {len(made)} x {self.task.tokens_of(clips.size):,} tokens"
+        self.account = f"{watch}; {len(samples)} x {self.task.tokens_of(clips.size):,} tokens"
         return written
 
     def first_frame(self, options: Namespace, clips: Clips, codec: Any, device: torch.device) -> dict[str, Tensor]:

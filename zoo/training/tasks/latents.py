@@ -135,12 +135,12 @@ class Task(video.Task):
     # ------------------------------------------------------------------------------------------------ model, objective
 
     def model(self) -> nn.Module:
-        again = hasattr(self, "takes")
+        repeated = hasattr(self, "takes")
         model = super().model()
         if self.manifest is not None:
             known = ("vae_hash", "text_hash") if "context" in self.takes else ("vae_hash",)
             self.identity["latents"] = {name: getattr(self.manifest, name) for name in known}
-        if "context" not in self.takes and not again:
+        if "context" not in self.takes and not repeated:
             log.info("model %s takes no text: the captions are not used", self.config.model.name)
         return model
 
@@ -157,10 +157,10 @@ class Task(video.Task):
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b, wants = self.batches[bucket], self.conditions
-        told = {name: torch.ones(b) for name in (*SIZES, "strength")}
-        told |= {"context": torch.empty(b, *self.caption), "context_mask": torch.ones(b, self.caption[0]).bool()}
-        told |= {"pooled": torch.empty(b, wants.pooled), "image": torch.empty(b, self.image_tokens, wants.image)}
-        return self._example(b, self.buckets[bucket].shape) | {k: v for k, v in told.items() if k in self.takes}
+        conditions = {name: torch.ones(b) for name in (*SIZES, "strength")}
+        conditions |= {"context": torch.empty(b, *self.caption), "context_mask": torch.ones(b, self.caption[0]).bool()}
+        conditions |= {"pooled": torch.empty(b, wants.pooled), "image": torch.empty(b, self.image_tokens, wants.image)}
+        return self._example(b, self.buckets[bucket].shape) | {k: v for k, v in conditions.items() if k in self.takes}
 
     @cached_property
     def image_tokens(self) -> int:
@@ -189,8 +189,8 @@ class Task(video.Task):
         bucket, epochs, indices = self._step(step, groups)
         size = self.batches[bucket]
         mine = slice((micro * groups + group) * size, (micro * groups + group + 1) * size)
-        entries, own = zip(*(self.train.at(bucket, i, epoch) for i, epoch in zip(indices[mine], epochs[mine])))
-        ids = _sample_ids(entries, own)
+        entries, turns = zip(*(self.train.at(bucket, i, epoch) for i, epoch in zip(indices[mine], epochs[mine])))
+        ids = _sample_ids(entries, turns)
         inputs = self._read_clips(self.train, entries, self._dropped(step, ids).tolist())
         return inputs | self._random(objective, step, ids, self.buckets[bucket].shape)
 
@@ -220,10 +220,10 @@ class Task(video.Task):
     def _read_clips(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> Inputs:
         frames = entries[0].shape[1]
         x = torch.stack([folder.latent(entry, self.here(frames)) for entry in entries])
-        told = self.tell(folder, entries, drop, self.here(frames))
-        if "start" in told:
-            told["start"] = self.part("start", told["start"], frames)
-        return {"x": self.part("x", x, frames), **told}
+        conditions = self.tell(folder, entries, drop, self.here(frames))
+        if "start" in conditions:
+            conditions["start"] = self.part("start", conditions["start"], frames)
+        return {"x": self.part("x", x, frames), **conditions}
 
     def tell(
         self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool], frames: range | None = None
@@ -232,24 +232,25 @@ class Task(video.Task):
 
         frames: those of channels that stand after the clip's; None: all.
         """
-        told: dict[str, Tensor] = {"strength": torch.full((len(entries),), 1000.0 * self.config.objective.guidance)}
+        strength = torch.full((len(entries),), 1000.0 * self.config.objective.guidance)
+        conditions: dict[str, Tensor] = {"strength": strength}
         said = [None if dropped else entry for entry, dropped in zip(entries, drop)]
         if "context" in self.takes:
             context, mask = zip(*(folder.caption(entry) for entry in said))
-            told |= {"context": torch.stack(context), "context_mask": torch.stack(mask)}
+            conditions |= {"context": torch.stack(context), "context_mask": torch.stack(mask)}
         if "pooled" in self.takes:
-            told["pooled"] = torch.stack([folder.vectors(entry, "pooled") for entry in said])
+            conditions["pooled"] = torch.stack([folder.vectors(entry, "pooled") for entry in said])
         if "image" in self.takes:
-            told["image"] = torch.stack([folder.vectors(entry, "image") for entry in entries])
+            conditions["image"] = torch.stack([folder.vectors(entry, "image") for entry in entries])
         if "start" in self.takes:
             name = "start" if "frames" in self.conditions.first else "latent"
             here = range(entries[0].shape[1]) if frames is None else frames
-            told["start"] = torch.stack(
+            conditions["start"] = torch.stack(
                 [self.conditions.start_of(folder.latent(entry, here, name), here) for entry in entries]
             )
         sizes = [clip_sizes(entry.frames, entry.height, entry.width, entry.fps) for entry in entries]
-        told |= {name: torch.tensor([size[name] for size in sizes]) for name in SIZES}
-        return {name: value for name, value in told.items() if name in self.takes}
+        conditions |= {name: torch.tensor([size[name] for size in sizes]) for name in SIZES}
+        return {name: value for name, value in conditions.items() if name in self.takes}
 
     def describe(self) -> str:
         frames, height, width = self.clip

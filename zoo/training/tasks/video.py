@@ -209,14 +209,14 @@ class Lookups(TorchFunctionMode):
         self.labels, self.rows = [label], list[int]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         if any(x is label for x in args for label in self.labels):
             table = args[func is F.embedding] if func in (F.embedding, Tensor.__getitem__) else None
             if table is not None and all(table is not label for label in self.labels):
                 self.rows.append(table.shape[0])
-            elif isinstance(made, Tensor) and made.dtype == self.labels[0].dtype:  # a view or a copy of the labels
-                self.labels.append(made)
-        return made
+            elif isinstance(out, Tensor) and out.dtype == self.labels[0].dtype:  # a view or a copy of the labels
+                self.labels.append(out)
+        return out
 
 
 class Task(task.Task):
@@ -249,15 +249,15 @@ class Task(task.Task):
 
     def open(self) -> None:
         data, seed = self.config.data, self.config.train.seed
-        made = on_first_rank(lambda: user_error(data.datasets, seed, prefix="data: "))
-        if not (isinstance(made, tuple) and len(made) == 2):
+        sets = on_first_rank(lambda: user_error(data.datasets, seed, prefix="data: "))
+        if not (isinstance(sets, tuple) and len(sets) == 2):
             raise UserError(
-                f"datasets() of data.name={data.name} returned {type(made).__name__}: expected two data sets, to train "
+                f"datasets() of data.name={data.name} returned {type(sets).__name__}: expected two data sets, to train "
                 "on and to validate with, as in `return Clips(...), Clips(...)`"
             )
-        self.train, self.validation = made
-        for found in (self.train, self.validation):
-            complete(found, VideoDataset, f"{type(found).__name__}, a data set of data.name={data.name}")
+        self.train, self.validation = sets
+        for dataset in (self.train, self.validation):
+            complete(dataset, VideoDataset, f"{type(dataset).__name__}, a data set of data.name={data.name}")
 
     # ------------------------------------------------------------------------------------------------ model, objective
 
@@ -308,15 +308,15 @@ class Task(task.Task):
             return
         objective, sample = self.config.objective, self.config.sample
         none = objective.label_dropout > 0 or sample.guidance != 1  # whether `num_classes`, for no class, is a label
-        with torch.no_grad(), Lookups(inputs["label"]) as found, suppress(Exception):
+        with torch.no_grad(), Lookups(inputs["label"]) as lookups, suppress(Exception):
             model(**inputs)  # a forward that fails without data is planned, and refused, by a real run
-        if found.rows and min(found.rows) < self.num_classes + none:
+        if lookups.rows and min(lookups.rows) < self.num_classes + none:
             last = (
                 f"; label {self.num_classes} stands for no class (objective.label_dropout={objective.label_dropout:g}, "
                 f"sample.guidance={sample.guidance:g})"
             )
             raise UserError(
-                f"model {self.config.model.name} looks labels up in a table of {min(found.rows)} rows: expected "
+                f"model {self.config.model.name} looks labels up in a table of {min(lookups.rows)} rows: expected "
                 f"{self.num_classes + none}, for labels 0 to {self.num_classes + none - 1}{last if none else ''}"
             )
 
@@ -362,7 +362,7 @@ class Task(task.Task):
 
     def example(self, objective: Any, bucket: int = 0) -> dict[str, Tensor]:
         b = self.config.train.batch
-        return self._example(b, self.clip) | self.told(torch.zeros(b, dtype=torch.long), self.clip)
+        return self._example(b, self.clip) | self.conditions_of(torch.zeros(b, dtype=torch.long), self.clip)
 
     def _example(self, batch: int, clip: tuple[int, int, int]) -> dict[str, Tensor]:
         """The objective's arguments for `batch` clips, without the model's conditions."""
@@ -435,24 +435,24 @@ class Task(task.Task):
         labels = torch.tensor([clip["label"] or 0 for clip in clips])
         if drop is not None and self.num_classes is not None:
             labels = labels.masked_fill(drop, self.num_classes)
-        told = self.told(labels, self.clip)
+        conditions = self.conditions_of(labels, self.clip)
         if "start" in self.takes:
-            told["start"] = self.part("start", self.starts(x, self.here(self.clip[0])), self.clip[0])
-        return {"x": self.part("x", x, self.clip[0]), **told}
+            conditions["start"] = self.part("start", self.starts(x, self.here(self.clip[0])), self.clip[0])
+        return {"x": self.part("x", x, self.clip[0]), **conditions}
 
     def starts(self, x: Tensor, frames: range) -> Tensor:
         """The channels after those of clips of pixels x (b c t h w), which have these frames."""
         return torch.stack([self.conditions.start_of(clip * first_of(frames), frames) for clip in x])
 
-    def told(self, labels: Tensor, clip: tuple[int, int, int], fps: float | None = None) -> dict[str, Tensor]:
+    def conditions_of(self, labels: Tensor, clip: tuple[int, int, int], fps: float | None = None) -> dict[str, Tensor]:
         """The conditions of clips of one shape and of these classes (b), `num_classes` for none."""
-        told = {"label": labels, "strength": torch.full((len(labels),), 1000.0 * self.config.objective.guidance)}
+        conditions = {"label": labels, "strength": torch.full((len(labels),), 1000.0 * self.config.objective.guidance)}
         if "context" in self.takes:
-            told["context"], told["context_mask"] = spell(labels)
+            conditions["context"], conditions["context_mask"] = spell(labels)
         names = [name for name in SIZES if name in self.takes]
         for name, size in sizes_of(names, *clip, fps or self.config.data.fps or 1.0).items():
-            told[name] = torch.full((len(labels),), size, device=labels.device)
-        return {name: value for name, value in told.items() if name in self.takes}
+            conditions[name] = torch.full((len(labels),), size, device=labels.device)
+        return {name: value for name, value in conditions.items() if name in self.takes}
 
     def describe(self) -> str:
         return "{} frames of {} x {}".format(*self.clip)
