@@ -1,4 +1,4 @@
-"""What carriers do not see between stages: functions of plain tensors, transforms of torch.func, TorchScript and C++.
+"""Code between stages that carriers do not see: functions of plain tensors, transforms, TorchScript and C++.
 
 A watch is on while a forward is recorded, and while one runs that has no plan; in a planned run only if the record has
 a node without a carrier among its operands. It is off inside stages. What torch functions do not show would take this
