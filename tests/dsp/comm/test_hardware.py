@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dsp.report.quickest import WORTH, shortest
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +14,7 @@ from dsp.comm import hardware
 from dsp.comm.hardware import Exchange, accelerator, all_reduced, fully_sharded, measure
 from dsp.comm.wire import AS_IT_IS, Wire, format_for, permitted
 from dsp.core.meter import Meter
+from dsp.report.plan import WORTH, shortest
 from tests.support import toys
 from tests.support.beside import wrap_checkpoints
 
