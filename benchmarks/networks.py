@@ -31,13 +31,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
-from dsp.report.quickest import shortest
 
 import dsp
 from benchmarks.cluster import take_turns
 from benchmarks.common import circumstances, line, options, table, write_down
 from benchmarks.hosts import Emulated, Network, Ranks, Wire, script, stoppable, why_not
 from benchmarks.methods import Shape, Step, all_ranks
+from dsp.report.plan import shortest
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # the exact ones first
     "dsp": ("dsp", {}),
