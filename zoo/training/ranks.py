@@ -46,7 +46,7 @@ def process_group(
 
     Within `timeout` seconds all ranks have to connect, each has to answer, and, once `progress` counts, to go on.
     `collective` is the limit of one collective. An error inside ends all ranks with one line, printed once; it is
-    raised again with `told` set.
+    raised again with `printed` set.
     """
     borrowed, watch = dist.is_initialized(), None
     notes, zoo = logging.StreamHandler(sys.stdout), logging.getLogger("zoo")
@@ -218,7 +218,7 @@ def say(text: str) -> None:
 
 def tell(error: Exception, watch: Watch | None, progress: Progress) -> None:
     """Print the error that ends the run, once for all ranks."""
-    if getattr(error, "told", False):
+    if getattr(error, "printed", False):
         return
     met = error.__cause__ if isinstance(error, UserError) else error  # a save wraps the error that it met
     lost = isinstance(met, (RuntimeError, CheckpointException)) and any(word in str(met) for word in CONNECTION)
@@ -264,7 +264,7 @@ def status_of(error: Exception) -> int:
 
 def complain(error: Exception) -> int:
     """Print an error that no process group has printed, on rank 0 first; return the exit status."""
-    if not getattr(error, "told", False):
+    if not getattr(error, "printed", False):
         first, rank = environment.first_rank(), os.environ.get("RANK")
         if not first and not getattr(error, "alone", False):
             time.sleep(PATIENCE)
