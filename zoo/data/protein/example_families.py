@@ -71,7 +71,10 @@ def main(arguments: Sequence[str]) -> int:
         zoo.addHandler(notes)
         zoo.setLevel(logging.INFO)
         print(f"drawing {ROWS} sequences for each family, 64 families at a time: a minute or two", flush=True)
-        user_error(write_families, options.dir, options.families, on_family=say)
+        try:
+            user_error(write_families, options.dir, options.families, on_family=say)
+        finally:
+            zoo.removeHandler(notes)
         yield f"{options.families} structures, and the alignment of each, to {options.dir}"
 
     return command(work)
