@@ -91,6 +91,7 @@ POOLED += [form(x(2, 2, 4, 4, 4), 2), form(x(4, 2, 6), kernel_size=2, stride=1)]
 POOLED += [form(x(1, 2, *[7] * d), 3, 2, 1) for d in (1, 2, 3)] + [form(x(1, 2, 7), 3, 1, 1, ceil_mode=True)]
 LOSSES = [form(x(*A), x(*A, grad=False), reduction=r) for r in ("mean", "sum", "none")]
 LOSSES += [form(x(*A), x(*A, grad=False)), form(x(*A), x(*A, grad=False), None, None, "mean")]
+EDGES = torch.tensor([0.15, 0.3, 0.5, 0.55, 0.8]).double()  # sorted
 PERMUTES = [form(x(*A), (2, 0, 1)), form(x(*A), (-1, 0, -2)), form(x(*A), dims=(1, 2, 0)), form(x(*A), 1, 0, 2)]
 SWAPS = [form(x(*A), 0, 1), form(x(*A), -1, 0), form(x(*A), dim0=1, dim1=-1), form(x(*A), axis0=0, axis1=2)]
 MOVES = [form(x(*A), 0, -1), form(x(*A), (0, 1), (2, 0)), form(x(*A), source=-1, destination=1)]
@@ -330,6 +331,12 @@ FORMS: dict[str, list[Form]] = {
         form(x(*A), 1, -2, 2)],
     "index_select": [form(x(*A), 1, torch.tensor([0, 5])), form(x(*A), dim=-1, index=torch.tensor([2]))],
     "unbind": [form(x(*A)), form(x(*A), 1), form(x(*A), dim=-1)],
+    "bucketize": [form(x(*A), EDGES), form(x(*A), EDGES, right=True), form(ints(4, 6), torch.tensor([0, 1])),
+        form(input=x(*B), boundaries=EDGES, out_int32=True), form(x(4), EDGES[:0]), form(x(0, 3), EDGES)],
+    "searchsorted": [form(EDGES, x(*A)), form(EDGES, x(*B), side="right"), form(EDGES.expand(4, 6, 5).contiguous(),
+        x(*A)), form(EDGES.expand(5, 5).contiguous(), input=x(5, 1), right=True), form(EDGES, x(7),
+        sorter=torch.arange(5)), form(EDGES.expand(4, 5), x(4, 2), sorter=ints(4, 5, high=5).sort().values),
+        form(EDGES, 0.4)],
     "iter": [form(x(*A))],
     "select": [form(x(*A), 1, 2), form(x(*A), 0, -1), form(x(*A), dim=-1, index=0), form(x(*A), 2, 2)],
     "getitem": [form(x(*A), i) for i in INDICES] + [form(x(5), ints(4, high=5)), form(x(5, 2), ints(4, 3, high=5))],

@@ -10,7 +10,7 @@ import torch
 from dsp.comm.layout import Cut
 from dsp.core.torch_calls import Operand
 from dsp.glue.rules import statistics
-from dsp.glue.rules.call import Frame, Outcome, align, first, independent, rule
+from dsp.glue.rules.call import Frame, Outcome, align, first, independent, only, rule
 from dsp.glue.rules.elementwise import elementwise
 
 
@@ -112,6 +112,25 @@ def is_length(f: Frame, dims: int) -> bool:
     if f.kwargs.get("dtype") is not None or len(f.args) > 4:
         return False
     return kind in ("fro", None) or (kind == 2 and (dims == 1 or f.name == "vector_norm"))
+
+
+@rule("bucketize searchsorted", piecewise=True)
+def searched(f: Frame) -> Outcome:
+    """Places of values in sorted rows. A rank needs a row in full. One row serves all values; several rows have the
+    values' shape but for the last dim, and are sharded with them."""
+    rows, values = f.get(0, "sorted_sequence"), f.get(1, "input")
+    if f.name == "bucketize":
+        rows, values = f.get(1, "boundaries"), f.get(0, "input")
+    cuts = {o.cut for o in f.operands() if o.cut is not None}
+    if len(cuts) > 1:
+        raise f.refuse("its tensors are sharded along different dims")
+    (cut,) = cuts
+    narrow: dict[int, Cut] = {}
+    if rows.ndim > 1 and cut.dim < rows.ndim - 1:
+        narrow = {i: cut for i, o in enumerate(f.operands()) if o.cut is None}
+    elif only(f)[0] is not values:
+        raise f.refuse("it searches along the sharded dim")
+    return Outcome(cut, values.shape[cut.dim], narrow)
 
 
 MATRICES = "inv inverse pinv det logdet slogdet matrix_exp cholesky qr svd svdvals eigh eigvalsh"
