@@ -20,7 +20,6 @@ their hosts exchange at the same time, so that is what one rank gets while all o
 import argparse
 import json
 import math
-import os
 import platform
 import socket
 import sys
@@ -47,6 +46,7 @@ from dsp.comm.ops import mean, split, switch
 from dsp.comm.routes import AUTO, Route
 from dsp.parallel import parallelize
 from dsp.report.plan import plan
+from dsp.support import environment
 from dsp.verify.check import check as checked
 
 TIMEOUT = timedelta(minutes=2)  # a rank that cannot be reached ends the check, instead of holding it up
@@ -302,13 +302,17 @@ def judge_link(name: str, link: dict[str, Any], device: str) -> Finding:
 # ---------------------------------------------------------------------------------------------------------- the check
 
 
+def launched() -> None:
+    """Raise ValueError unless this process has its place among the ranks, from a launcher or from its caller."""
+    environment.device()
+    if not dist.is_initialized() and environment.place() is None:
+        raise ValueError("no launcher has started this rank: dsp-launch --nproc-per-node 4 -m dsp.cluster.check")
+
+
 @contextmanager
 def process_group() -> Iterator[str]:
     """The device type of this rank, with a process group: torchrun's, or the caller's if there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    borrowed = dist.is_initialized()
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    borrowed, device = dist.is_initialized(), environment.device().type
     if not borrowed:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
     try:
@@ -385,6 +389,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="exchanges of each size")
     parser.add_argument("--out", type=Path, help="a JSON file for everything")
     options = parser.parse_args(arguments)
+    try:
+        launched()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     with process_group() as device:
         options.megabytes = sorted(options.megabytes or ([1, 32, 256] if device == "cuda" else [1, 16]))
         try:

@@ -40,6 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--restarts", type=int, default=0, help="times that a job is started again, with resume=true")
     parser.add_argument("--min-ranks", type=int, help="start again on the ranks that are left, if so many are")
     args, plain = parser.parse_args(list(arguments)), parser.parse_args(["script"])
+    try:
+        if determine_local_world_size(args.nproc_per_node) < 1:
+            raise ValueError(f"expected at least 1, got {args.nproc_per_node}")
+    except ValueError as error:
+        parser.error(f"--nproc-per-node: {error}")
     if all(getattr(args, name) == getattr(plain, name) for name in WHERE):
         args.standalone = True  # at torchrun's default port two jobs on one machine would meet
     elif args.restarts:

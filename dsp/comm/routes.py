@@ -15,13 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsp.comm.hardware import Exchange, Hardware, measured_links
 from dsp.comm.node_routes import DIRECT, HIERARCHICAL, ROUNDS, Ways
+from dsp.support.environment import as_number, number
 from dsp.support.private import joined_axes
 
 AUTO, WAYS = "auto", (DIRECT, HIERARCHICAL, ROUNDS)
 LARGE = 2.0**40
 INSTEAD = "route=%r: switches are direct all the same, for %s"
 UNEVEN = "%s ranks are not a whole number of nodes of %s"
-UNKNOWN = "LOCAL_WORLD_SIZE does not say how many ranks share a node: set it, or say so by dsp.Route(..., node=8)"
+NODE = "LOCAL_WORLD_SIZE"
+UNKNOWN = f"{NODE} does not say how many ranks share a node: set it, or say so by dsp.Route(..., node=8)"
+ADVICE = "it is the number of ranks that share a node; set it, or say so by dsp.Route(..., node=8)"
 
 log = logging.getLogger("dsp")
 
@@ -87,7 +90,7 @@ class Route:
         hardware = self.hardware or hardware
         if self == Route():
             return Ways(size)
-        node = self.node or (hardware.node if hardware is not None else int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+        node = self.node or (hardware.node if hardware is not None else ranks_of_node())
         if not node:
             raise ValueError(
                 f"route={self.way!r} needs the number of ranks that share a node, and LOCAL_WORLD_SIZE is not set: "
@@ -114,16 +117,21 @@ def shares_of(mesh: DeviceMesh) -> list[int]:
     Collective, since all ranks have to go on alike.
     """
     said: list[Any] = [0] * mesh.size()
-    dist.all_gather_object(said, os.environ.get("LOCAL_WORLD_SIZE", "0"), group=mesh.get_group())
+    dist.all_gather_object(said, os.environ.get(NODE), group=mesh.get_group())
     if len({*said}) > 1:
-        return [*map(int, said)]
+        return [0 if text is None else as_number(NODE, text, least=1, advice=ADVICE) for text in said]
     return shared_by_nodes(dist.get_process_group_ranks(mesh.get_group()))
 
 
 def shared_by_nodes(ranks: Sequence[int]) -> list[int]:
     """The number of a group's ranks on each node, by LOCAL_WORLD_SIZE; empty if that is not set."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    local = ranks_of_node()
     return [len([*same]) for _, same in groupby(rank // local for rank in ranks)] if local else []
+
+
+def ranks_of_node() -> int:
+    """The number of ranks on each node, by LOCAL_WORLD_SIZE; 0 if that is not set."""
+    return number(NODE, 0, least=1, advice=ADVICE)
 
 
 def exchanges(way: str, nbytes: float, size: int, node: int) -> list[Exchange]:

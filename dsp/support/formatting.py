@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
+
+from dsp.support.environment import first_rank
 
 
 def human(size: float) -> str:
@@ -53,7 +54,7 @@ class Moving:
     within: ContextVar[bool] = ContextVar("dsp_moving", default=False)
 
     def __init__(self, job: str, shown: bool | None = None) -> None:
-        first = os.environ.get("RANK", "0") == "0" and not self.within.get()
+        first = first_rank() and not self.within.get()
         self.job, self.shown = job, first and sys.stderr.isatty() if shown is None else shown
         self.began = self.last = time.monotonic()
         self.width = 0

@@ -14,7 +14,7 @@ support planner comm stages core glue overlap report guard compiled parallel ver
 """.split()
 ROOMS = {
     "planner": "problem index loops elimination sweep",
-    "support": "formatting private source_lines python_state tensors",
+    "support": "environment formatting private source_lines python_state tensors",
     "comm": """messages formats wire hardware observers gradients node_routes exchange routes traffic_formulas
         collectives pending count layout halo balanced_rows moves randomness ops""",
     "stages": "notation signature parts methods stage known pipelines",

@@ -29,7 +29,7 @@ def launched(monkeypatch):
 
 def everything():
     """All that is read of the environment, in the order in which a run reads it."""
-    environment.place(), environment.rank_on_host(), environment.ranks_of_host()
+    environment.place(), environment.device(), environment.ranks_of_host()
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG)

@@ -1,64 +1,31 @@
-"""The variables by which a launcher gives each process its place among the ranks: RANK, WORLD_SIZE, MASTER_ADDR, ...
+"""The place that a launcher gives this process among the ranks (`dsp.support.environment`), with UserErrors."""
 
-All are read here. A UserError names the variable that is absent or is not a number.
-"""
+from typing import TypeAlias
 
-import os
-from dataclasses import dataclass
+import torch
 
-from zoo.training import UserError
+from dsp.support import environment
+from zoo.training import user_error
 
-LAUNCH = "dsp-launch and torchrun set it for each rank"
-
-
-def number(name: str, default: int, least: int = 0, most: int = 1 << 31) -> int:
-    """The integer of a variable, `default` if it is absent."""
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and least <= int(text[:20]) <= most):
-        raise UserError(f"{name}={text[:40]!r}: expected a number from {least} to {most}; {LAUNCH}", alone=True)
-    return int(text)
-
-
-def first_rank() -> bool:
-    """Tell whether this is rank 0 or a process alone, also before there is a process group."""
-    return os.environ.get("RANK", "0") == "0"
+Place: TypeAlias = environment.Place
+first_rank = environment.first_rank
 
 
 def world_size() -> int:
     """The number of ranks; 1 for a process alone."""
-    return number("WORLD_SIZE", 1, least=1)
+    return user_error(environment.world_size, alone=True)
 
 
 def ranks_of_host() -> int:
     """The number of ranks on this host; 1 for a process alone."""
-    return number("LOCAL_WORLD_SIZE", 1, least=1)
+    return user_error(environment.ranks_of_host, alone=True)
 
 
-def rank_on_host() -> int:
-    return number("LOCAL_RANK", 0)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank, how many there are, and where rank 0 listens."""
-
-    rank: int
-    world: int
-    host: str
-    port: int
+def device() -> torch.device:
+    """The device of this rank: its GPU, which becomes the current one, or the CPU."""
+    return user_error(environment.device, alone=True)
 
 
 def place() -> Place | None:
     """The place of this process among the ranks; None for a process alone."""
-    world = world_size()
-    if "RANK" not in os.environ:
-        if world > 1:
-            raise UserError(f"WORLD_SIZE is {world}, but RANK is not set; {LAUNCH}. For one process, unset WORLD_SIZE")
-        return None
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise UserError(f"RANK is set, but {name} is not; {LAUNCH}. For one process, unset RANK")
-    rank = number("RANK", 0, most=world - 1)
-    return Place(rank, world, os.environ["MASTER_ADDR"], number("MASTER_PORT", 0, least=1, most=65535))
+    return user_error(environment.place, alone=True)

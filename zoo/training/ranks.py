@@ -104,18 +104,8 @@ def gathered(value: T) -> list[T]:
 
 def _device() -> tuple[torch.device, str]:
     """This rank's device, and the backend of its process group."""
-    local = environment.rank_on_host()
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), "gloo"
-    if local >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {local} has no GPU: {torch.cuda.device_count()} are visible; "
-            f"start at most one rank for each (dsp-launch --nproc-per-node {torch.cuda.device_count()})",
-            alone=True,
-        )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    return device, "cpu:gloo,cuda:nccl"
+    device = environment.device()
+    return device, "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def _meet(place: environment.Place, timeout: float, progress: Progress) -> tuple[dist.Store, Watch]:

@@ -83,6 +83,28 @@ def test_what_is_wrong_is_found(whole_world, tmp_path):
     assert "planned were 1 and 1" in bad["FAILED"][2]["text"]
 
 
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "no launcher has started this rank: dsp-launch"),
+        (LAUNCHED | {"LOCAL_RANK": "x"}, "LOCAL_RANK='x': expected a number"),
+        (LAUNCHED | {"RANK": "1"}, "RANK='1': expected a number from 0 to 0"),
+        (LAUNCHED | {"MASTER_PORT": ""}, "RANK is set, but MASTER_PORT is not"),
+    ],
+)
+def test_a_rank_without_a_place_is_one_line(monkeypatch, capsys, variables, said):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert script().main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
+
+
 def test_versions_are_the_same_everywhere():
     check = script()
     one = {"python": "3.11.7", "torch": "2.13.0", "nccl": "none"}

@@ -121,6 +121,14 @@ def test_a_job_goes_on_with_the_ranks_that_are_left(monkeypatch, capsys, options
     assert all(args.standalone for args in started)
 
 
+@pytest.mark.parametrize("number", ["x", "0", "-1", ""])
+def test_a_number_of_ranks_that_is_none_is_one_line(monkeypatch, capsys, number):
+    monkeypatch.setattr(launch, "run", None)  # nothing is started
+    with pytest.raises(SystemExit):
+        launch.main([f"--nproc-per-node={number}", "train.py"])
+    assert "error: --nproc-per-node: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_restarts_are_for_one_node(capsys):
     with pytest.raises(SystemExit):
         launch.main(["--nnodes", "2", "--restarts", "1", "train.py"])

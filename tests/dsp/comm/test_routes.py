@@ -356,6 +356,26 @@ def test_nodes_by_the_environment(monkeypatch) -> None:
     assert shared_by_nodes([2, 3, 4, 5, 6, 7]) == [2, 4]
 
 
+@pytest.mark.parametrize("text", ["x", "", "0", "-2", "1.5"])
+def test_a_node_of_no_ranks_is_refused_with_what_to_set(monkeypatch, text: str) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    said = rf"LOCAL_WORLD_SIZE='{text}': expected a number from 1 .* set it, or say so by dsp.Route\(..., node=8\)"
+    refused(said, shared_by_nodes, [0, 1])
+    refused(said, dsp.Route("hierarchical").over, 4)
+    assert dsp.Route("hierarchical", 2).over(4).nodes == 2  # nobody reads it
+
+
+def one_mistaken(mesh: DeviceMesh) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "x" if mesh.get_rank() == 1 else "2")
+        refused("LOCAL_WORLD_SIZE='x'", dsp.Route("auto").at, mesh)
+
+
+def test_a_node_that_one_rank_mistakes_is_refused_by_all(ranks) -> None:
+    """Nobody waits for the rank that refuses."""
+    ranks(one_mistaken, 2)
+
+
 def nodes(mesh: DeviceMesh, local: str) -> tuple[Ways, list[str]]:
     with pytest.MonkeyPatch.context() as patch, Heard() as heard:
         patch.setenv("LOCAL_WORLD_SIZE", local)
