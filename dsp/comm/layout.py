@@ -36,6 +36,11 @@ class Cut(NamedTuple):
     dim: int
     outer: int | tuple[int, ...] = 1
 
+    @classmethod
+    def of_pieces(cls, dim: int, pieces: tuple[int, ...]) -> Cut:
+        """The cut of a dim whose pieces of these lengths are each sharded on their own; equal ones are a fold."""
+        return cls(dim, pieces if len({*pieces}) > 1 else len(pieces))
+
     @property
     def joined(self) -> bool:
         return type(self.outer) is tuple

@@ -211,7 +211,7 @@ class Combinations:
             if not side_by_side:
                 self.refuse(error)
             return
-        if side_by_side and (outcome.cut is None or not outcome.cut.joined):
+        if side_by_side and any(o.needs == needs and o.gives[0] == outcome.cut for o in self.offers):
             return  # as without
         if any(i in outcome.narrow and not isinstance(node.operands[i], Ref) for i in node.writes):
             return self.refuse(GlueError("each rank would write its part of a tensor that all ranks have"))
@@ -230,7 +230,7 @@ class Combinations:
         self.passes |= cut is not None and not (inner or batch or any_joined((cut, *needs)))
         results = len(node.results) or MOST
         sizes = outcome.sizes or (outcome.size,) * results
-        self.offers.append(Offer(needs, (cut,) * results, sizes, inner, batch, local))
+        self.offers.append(Offer(needs, outcome.cuts or (cut,) * results, sizes, inner, batch, local))
 
     def refuse(self, error: Exception) -> None:
         """Note that the rule takes no such layout. An error that it did not mean to raise is logged: the node may run

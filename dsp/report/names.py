@@ -9,7 +9,7 @@ returns ``c₁``, an embedding ``embedding₁``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, count, takewhile
+from itertools import accumulate, count, groupby, takewhile
 from operator import mul
 
 from dsp.comm.layout import Cut
@@ -17,7 +17,6 @@ from dsp.core.decide import base_layouts
 from dsp.core.offers import result_sizes
 from dsp.core.record import Base, BoundStage, Layout, Node, Operation, Record, Ref
 from dsp.glue.offers import JOINS
-from dsp.planner import Extent
 from dsp.stages.notation import BATCH_NAMES, TensorPattern
 from dsp.stages.stage import cut_for
 from dsp.support.formatting import DIGITS
@@ -65,9 +64,10 @@ class Names:
                 self.letters[ref] = self.letters_of_result(node, ref)
             for offer in node.offers if node.results else ():
                 laid = [(b, cut) for b, cut in zip(node.bases, base_layouts(node, offer)) if cut is not None]
-                cut = offer.gives[0] if offer.gives else None
-                if laid and cut is not None and not any(self.names[r.base].get(cut) for r in node.results):
-                    self.carry(node, laid, cut)
+                for cut in dict.fromkeys(offer.gives[: len(node.results)]):
+                    results = [r for r, give in zip(node.results, offer.gives) if give == cut]
+                    if laid and cut is not None and not any(self.names[r.base].get(cut) for r in results):
+                        self.carry(node, results, laid, cut)
 
     def letters_of_view(self, ref: Ref) -> list[str]:
         """The letters of a view: those of the dims of its base that it shows."""
@@ -101,21 +101,21 @@ class Names:
         letters = self.named(node.refs[0])
         return [letters[d] if d is not None else node.name for d in origins(node.refs[0].shape, ref.shape)]
 
-    def carry(self, node: Node, laid: Sequence[tuple[Base, Cut]], cut: Cut) -> None:
-        """Name a cut of the results after the operand that brings it: a name of batch goes first."""
+    def carry(self, node: Node, results: Sequence[Ref], laid: Sequence[tuple[Base, Cut]], cut: Cut) -> None:
+        """Name a cut of some results after the operand that brings it: a name of batch goes first."""
         bring = [pair for pair in laid if self.alone(node, *pair) == cut] or laid
         base, of = min(
             bring, key=lambda x: (self.names[x[0]].get(x[1], "") not in BATCH_NAMES, not self.names[x[0]].get(x[1]))
         )
         name = self.names[base].get(of, "")
-        extent = cut.extent(node.results[0].shape[cut.dim])
-        if node.name in JOINS and cut.joined:
+        if node.name in JOINS and cut.outer != of.outer:
             name = self.pieces(node, dict(laid), cut)
-        elif of.joined and cut.outer != of.outer:
-            name = piece(name, of, extent)
+        elif "+" in name and cut.outer != of.outer:
+            taken = cut.pieces(results[0].shape[cut.dim])
+            name = piece(name, of.pieces(base.ref.shape[of.dim]), taken)
         else:
-            self.origins |= {(r.base, cut): (base, of) for r in node.results}
-        for r in node.results:
+            self.origins |= {(r.base, cut): (base, of) for r in results}
+        for r in results:
             self.names[r.base][cut] = name
 
     def alone(self, node: Node, base: Base, cut: Cut) -> Layout:
@@ -182,12 +182,19 @@ class Names:
             self.names[base][cut] = unlike(wanted, self.names[base].values())
 
 
-def piece(name: str, joined: Cut, taken: Extent) -> str:
-    """The name of pieces taken from a joined dim, which are found by their lengths."""
-    names, pieces = name.split("+"), joined.pieces(0)
-    wanted = (taken,) if isinstance(taken, int) else taken
-    starts = [i for i in range(len(pieces)) if pieces[i : i + len(wanted)] == wanted]
-    return "+".join(names[starts[0] : starts[0] + len(wanted)]) if starts and len(names) == len(pieces) else name
+def piece(name: str, pieces: Sequence[int], taken: Sequence[int]) -> str:
+    """The name of pieces taken from a joined dim, which are found by their lengths.
+
+    >>> piece("w+x", (7, 7, 3), (7, 7)), piece("s+x", (5, 5), (5,)), piece("w", (7, 7), (7,))
+    ('w', 's', 'w')
+    """
+    names, places = name.split("+"), list(range(len(pieces)))
+    if len(names) < len(pieces):  # a fold has one name
+        places = [k for k, (_, run) in enumerate(groupby(pieces)) for _ in run]
+    start = next((i for i in range(len(pieces)) if tuple(pieces[i : i + len(taken)]) == tuple(taken)), None)
+    if start is None or len({*places}) != len(names):
+        return name
+    return "+".join(names[i] for i in dict.fromkeys(places[start : start + len(taken)]))
 
 
 def origins(old: Sequence[int], new: Sequence[int]) -> list[int | None]:

@@ -230,6 +230,34 @@ class Places(SpaceTime):
         return run(x, rows, columns)
 
 
+class Registers(nn.Module):
+    """Tokens of a clip joined with learned ones, which are cut off again after attention: then a clip once more.
+
+    way: the learned ones come "last" or "first", or are "split" from the tokens and added to these.
+    """
+
+    stages = {"": "x=b c t h w"}
+
+    def __init__(self, way: str = "last") -> None:
+        super().__init__()
+        self.registers, self.way = nn.Parameter(torch.randn(1, 3, 8)), way
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, t, h, w = x.shape
+        tokens, learned = x.flatten(2).transpose(1, 2), self.registers.expand(b, -1, -1)
+        y = torch.cat([learned, tokens] if self.way == "first" else [tokens, learned], 1)
+        q, k, v = self.qkv(y).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        if self.way == "split":
+            y, learned = y.split([t * h * w, 3], 1)
+            y = y + learned.mean(1, keepdim=True)
+        else:
+            y = y[:, 3:] if self.way == "first" else y[:, : t * h * w]
+        y = self.out(y).view(b, t, h, w, 3, 2, 2, 2).permute(0, 4, 1, 5, 2, 6, 3, 7)
+        return y.reshape(b, 3, 2 * t, 2 * h, 2 * w)
+
+
 def clip(*shape: int) -> dict[str, Any]:
     return {"x": torch.randn(*shape, dtype=torch.float64)}
 
@@ -262,6 +290,9 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]],
     "a stage of plain tensors": (Places, partial(places, 7, 5), 7 * 5 * 3),
     "a stage of plain tensors in a checkpoint": (partial(Places, 1), partial(places, 7, 5), 7 * 5 * 3),
     "a stage of plain tensors in nested checkpoints": (partial(Places, 2), partial(places, 7, 5), 7 * 5 * 3),
+    "registers": (Registers, partial(clip, 1, 8, 7, 5, 7), 248 * 24),
+    "registers first": (partial(Registers, "first"), partial(clip, 2, 8, 7, 5, 7), 2 * 248 * 24),
+    "registers split off": (partial(Registers, "split"), partial(clip, 1, 8, 7, 5, 7), 248 * 24),
     "zeros": (Pairs, partial(clip, 2, 11, 8), 2 * 11 * 11 * 8),
     "zeros written into": (partial(Pairs, True), partial(clip, 2, 11, 8), 2 * 11 * 11 * 8),
 }

@@ -232,12 +232,13 @@ class _Whole:
                         return f"WRONG result on rank {rank}"
                     upstream.append(None if self.upstream[i] is None else self.upstream[i] / n)
                     continue
-                if outcome.cut is None:
+                cut = outcome.cuts[i] if outcome.cuts else outcome.cut
+                if cut is None:
                     return "the result is said to be whole"
                 size = outcome.sizes[i] if outcome.sizes else outcome.size
-                if outcome.cut.dim >= one.ndim or one.shape[outcome.cut.dim] != size:
-                    return f"{outcome.cut} of {outcome.size} is said of a result of {list(one.shape)}"
-                held = partial(part, cut=outcome.cut, n=n, rank=rank)
+                if cut.dim >= one.ndim or one.shape[cut.dim] != size:
+                    return f"{cut} of {size} is said of a result of {list(one.shape)}"
+                held = partial(part, cut=cut, n=n, rank=rank)
                 if outcome.deal is not None and i in outcome.deal.results:
                     held = DealtRows.to(rank, outcome.deal.deal, outcome.cut.dim).of
                 expected = held(one)
@@ -258,7 +259,7 @@ class _Whole:
                         _scatter(total, cut, n, r.rank, g)
                     else:
                         into.add_(g)
-        like = [(o.cut, o.size, o.sizes, o.view, o.reduce, o.deal) for o in outcomes]
+        like = [(o.cut, o.size, o.sizes, o.cuts, o.view, o.reduce, o.deal) for o in outcomes]
         said = {(*of, *o.narrow.items(), *o.rows.items()) for of, o in zip(like, outcomes)}
         if len(said) > 1:
             return "ranks disagree on the layout of the result"

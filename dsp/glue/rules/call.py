@@ -37,9 +37,9 @@ class Outcome:
     replicated operands of which each rank takes its shard; args, kwargs: replacements with local sizes; func: a
     function to call instead; view: the result shows the same data; reduce: the local results have to be summed over
     ranks, and divided by this; rows: operands of which each rank reads other rows than its chunk, in one or more spans,
-    which then take the operand's place; sizes: the size of each result, if these differ; numbers: what all ranks gather
-    first, as first argument of `func`; deal: the operand dealt to the ranks, and the results sent back; load: the
-    busiest rank's work, over that of its chunk if all rows cost the same.
+    which then take the operand's place; sizes, cuts: the size and the cut of each result, if these differ; numbers:
+    what all ranks gather first, as first argument of `func`; deal: the operand dealt to the ranks, and the results sent
+    back; load: the busiest rank's work, over that of its chunk if all rows cost the same.
     """
 
     cut: Cut | None
@@ -52,6 +52,7 @@ class Outcome:
     reduce: float | None = None
     rows: dict[int, tuple[Rows, ...]] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
+    cuts: tuple[Cut, ...] = ()
     numbers: Numbers | None = None
     deal: DealtRows | None = None
     load: float = 1.0

@@ -10,7 +10,7 @@ import torch
 
 from dsp.comm.halo import Rows
 from dsp.comm.layout import Cut, chunk
-from dsp.core.torch_calls import Operand
+from dsp.core.torch_calls import GlueError, Operand
 from dsp.glue.rules.call import Frame, Outcome, align, first, rule
 
 
@@ -48,10 +48,10 @@ def side_by_side(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
     for t in tensors:
         if t.cut is None:
             outcome.narrow[next(i for i, o in enumerate(places) if o is t)] = Cut(cut.dim)
-        elif t.cut.dim != cut.dim or (t.cut.outer != 1 and not t.cut.joined):
+        elif t.cut.dim != cut.dim:
             raise f.refuse("its tensors are sharded along different dims")
-        pieces += t.cut.pieces(0) if t.cut is not None and t.cut.joined else [t.shape[cut.dim]]
-    outcome.cut, outcome.size = Cut(cut.dim, tuple(pieces)), sum(pieces)
+        pieces += (t.cut or Cut(cut.dim)).pieces(t.shape[cut.dim])
+    outcome.cut, outcome.size = Cut.of_pieces(cut.dim, tuple(pieces)), sum(pieces)
     return outcome
 
 
@@ -102,41 +102,39 @@ def stretches(
 
 
 class Stretch(NamedTuple):
-    """Consecutive pieces of a joined dim: their cut, and their position in this rank's shard."""
+    """Consecutive pieces of a dim, each sharded on its own: their cut, and their position in this rank's shard."""
 
-    outer: int | tuple[int, ...]
+    cut: Cut
     start: int
     length: int
 
 
-def stretch(f: Frame, cut: Cut, taken: range) -> Stretch:
-    """The pieces of a joined dim in a range, which must start and stop where pieces meet."""
-    pieces = cut.pieces(0)
+def stretch(f: Frame, x: Operand, cut: Cut, taken: range) -> Stretch:
+    """The pieces of a dim that is joined or a fold in a range, which must start and stop where pieces meet."""
+    pieces = cut.pieces(x.shape[cut.dim])
     ends = list(itertools.accumulate(pieces, initial=0))
     if taken.step != 1 or taken.start not in ends or taken.stop not in ends or not taken:
-        raise f.refuse(
-            f"it takes parts of the sharded dim, which is a concatenation of pieces {list(pieces)}, "
-            "each sharded on its own"
-        )
+        raise refuse_pieces(f, cut)
     # an empty piece makes two ends equal: it is left out
     first, last = len(ends) - 1 - ends[::-1].index(taken.start), ends.index(taken.stop)
     lengths = [f.local_size(Cut(0), piece) for piece in pieces]
-    outer = pieces[first:last] if last - first > 1 else 1
-    return Stretch(outer, sum(lengths[:first]), sum(lengths[first:last]))
+    return Stretch(Cut.of_pieces(cut.dim, pieces[first:last]), sum(lengths[:first]), sum(lengths[first:last]))
+
+
+def refuse_pieces(f: Frame, cut: Cut) -> GlueError:
+    """The refusal of parts of the sharded dim."""
+    joined = f", a concatenation of pieces {list(cut.pieces(0))}, each sharded on its own" if cut.joined else ""
+    return f.refuse(f"it takes parts of the sharded dim{joined}")
 
 
 def split_pieces(f: Frame, x: Operand, cut: Cut, ranges: list[range]) -> Outcome:
-    """Split a joined dim where its pieces meet: each rank splits its shard."""
-    parts = [stretch(f, cut, taken) for taken in ranges]
-    if len({s.outer for s in parts}) > 1 or sum(s.length for s in parts) != f.local_size(cut, x.shape[cut.dim]):
-        raise f.refuse(
-            f"it takes parts of the sharded dim, which is a concatenation of pieces {list(cut.pieces(0))}, "
-            "each sharded on its own"
-        )
-    sizes, lengths = tuple(map(len, ranges)), [s.length for s in parts]
-    return Outcome(
-        Cut(cut.dim, parts[0].outer), sizes[0], sizes=sizes, func=torch.split, args=(x, lengths, cut.dim), kwargs={}
-    )
+    """Split a dim that is joined or a fold where its pieces meet: each rank splits its shard."""
+    parts = [stretch(f, x, cut, taken) for taken in ranges]
+    cuts, lengths = tuple(s.cut for s in parts), [s.length for s in parts]
+    if sum(lengths) != f.local_size(cut, x.shape[cut.dim]):
+        raise refuse_pieces(f, cut)
+    sizes, args = tuple(map(len, ranges)), (x, lengths, cut.dim)
+    return Outcome(cuts[0], sizes[0], sizes=sizes, cuts=cuts, func=torch.split, args=args, kwargs={})
 
 
 @rule("chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split narrow index_select", piecewise=True)
@@ -152,9 +150,9 @@ def take(f: Frame) -> Outcome:
         if isinstance(start, Operand):
             raise f.refuse("its start is a tensor")
         taken = range(size)[start:][:length]
-        if cut.joined:
-            part = stretch(f, cut, taken)
-            return Outcome(Cut(dim, part.outer), length, args=(x, dim, part.start, part.length), kwargs={})
+        if cut.outer != 1:
+            part = stretch(f, x, cut, taken)
+            return Outcome(part.cut, length, args=(x, dim, part.start, part.length), kwargs={})
         return stretches(f, x, cut, [taken], lambda x: x)
     how = next((a for a in (*f.args[1:2], *(v for k, v in f.kwargs.items() if k != "dim"))), None)
     if f.name == "index_select" or isinstance(how, Operand):
@@ -163,7 +161,7 @@ def take(f: Frame) -> Outcome:
     lengths = [len(p) for p in getattr(torch.empty(size, device="meta"), name)(how)]
     ends = list(itertools.accumulate(lengths, initial=0))
     ranges = [range(a, b) for a, b in itertools.pairwise(ends)]
-    return split_pieces(f, x, cut, ranges) if cut.joined else stretches(f, x, cut, ranges, _as_tuple)
+    return split_pieces(f, x, cut, ranges) if cut.outer != 1 else stretches(f, x, cut, ranges, _as_tuple)
 
 
 def _as_tuple(parts: Any) -> tuple[torch.Tensor, ...]:
@@ -208,10 +206,10 @@ def getitem(f: Frame) -> Outcome:
         return Outcome(Cut(out, cut.outer), size)
     whole = (*index[:at], slice(None, None, item.step), *index[at + 1 :])
     if item.indices(size) != (0, size, 1):
-        if cut.joined:
-            part = stretch(f, cut, range(size)[item])
+        if cut.outer != 1:
+            part = stretch(f, x, cut, range(size)[item])
             local = (*index[:at], slice(part.start, part.start + part.length), *index[at + 1 :])
-            return Outcome(Cut(out, part.outer), len(range(size)[item]), args=(x, local), kwargs={})
+            return Outcome(Cut(out, part.cut.outer), len(range(size)[item]), args=(x, local), kwargs={})
         return stretches(f, x, cut, [range(size)[item]], itemgetter(whole), landing=out)
     # an explicit end such as x[:, :7] becomes local too
     return Outcome(Cut(out, cut.outer), size, args=(x, whole), kwargs={})
@@ -312,9 +310,9 @@ def into(f: Frame, index: tuple[Any, ...], at: int, out: int) -> Outcome:
     rows of the value that go there."""
     x, value, cut, item = f.args[0], f.args[2], f.args[0].cut, index[at]
     size = x.shape[cut.dim]
-    if cut.joined and isinstance(item, slice):
-        to = stretch(f, cut, range(size)[item])
-        return over(f, (*index[:at], slice(to.start, to.start + to.length), *index[at + 1 :]), Cut(out, to.outer))
+    if cut.outer != 1 and isinstance(item, slice):
+        to = stretch(f, x, cut, range(size)[item])
+        return over(f, (*index[:at], slice(to.start, to.start + to.length), *index[at + 1 :]), Cut(out, to.cut.outer))
     if cut.outer != 1 or (isinstance(item, int) and not -size <= item < size):
         raise f.refuse("it writes to parts of the sharded dim")
     places = range(size)[item] if isinstance(item, slice) else range(size)[item % size :][:1]

@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dsp
 from dsp.core.torch_calls import GlueError
 from dsp.parallel import parallelize
 from dsp.support.tensors import memory, tensors_in
 from tests.support.beside import beside, unsharded
-from tests.support.forwards import FORWARDS, Layers, Mapped, Padded, clip
+from tests.support.forwards import FORWARDS, Layers, Mapped, Padded, Registers, clip
 from tests.support.refusals import refused
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}
@@ -51,6 +52,26 @@ def test_a_forward_is_exact_and_makes_nothing_long_whole(mesh: DeviceMesh, name:
             counts.append(count.count)
         assert counts[0], "one process makes it"
         assert not counts[1], "a rank does not"
+
+
+WAYS = ["last", "first", "split"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("frames", [7, 8])
+def test_tokens_that_are_joined_with_others_are_a_clip_again_when_these_are_cut_off(frames: int, way: str) -> None:
+    """No rank has more than its share, whether it has as many frames as others or not."""
+    for n in (2, 3, 4):
+        plan = dsp.plan(Registers(way), clip(1, 8, frames, 5, 7)["x"], size=n, gather_output=False)
+        assert plan.share <= (0.5 if n == 3 else -(-frames // n) / frames + 0.05), n
+
+
+@pytest.mark.parametrize("mesh", [4])
+@pytest.mark.parametrize("way", WAYS)
+def test_joined_tokens_are_exact_on_four_ranks(mesh: DeviceMesh, way: str) -> None:
+    single = Registers(way).double()
+    model = parallelize(copy.deepcopy(single), mesh)
+    beside(single, model, mesh, clip(1, 8, 7, 5, 7), rounds=2, **ROUNDING)
 
 
 @pytest.mark.parametrize("mesh", [3])

@@ -22,7 +22,17 @@ def forward(self, x: (b, t, s, c)):
     y = x.cumprod(1).amax(1)
     return torch.cat([y.repeat(1, 2, 1), y.flip(1)], 1)
 """),
-    "what shares memory with a tensor may move after the last write": (2, False, (7 * 4 + 8) * 8, 2, """
+    "what shares memory with a tensor may move after the last write": (2, False, (7 * 4 + 6) * 8, 2, """
+b, t, c = 1, 7, 8
+stages = {"": "x=b t c", "whole": "b [t] [c]"}
+whole = Attend(1)
+def forward(self, x: (b, t, c)):
+    y = torch.cat([x, torch.ones(1, 7, 4)], -1)
+    z = y.clone()
+    z.copy_(z)
+    return self.whole(torch.empty_like(x).copy_((y.tanh() + y)[..., :8])), z.select(1, 5)
+"""),
+    "a tensor joined of equal pieces is a fold, which is returned as it is": (2, False, 7 * 4 * 8, 1, """
 b, t, c = 1, 7, 8
 stages = {"": "x=b t c", "whole": "b [t] [c]"}
 whole = Attend(1)

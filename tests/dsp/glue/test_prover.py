@@ -175,7 +175,7 @@ def proven(rule: str, n: int, joins: int = 0) -> None:
         if not joins:
             calls += [by_name for call in calls[:2] for by_name in named(call)]
         for call in calls:
-            proof = prove(call, n, folds=name in FORMS and not joins, joins=joins)
+            proof = prove(call, n, folds=name in FORMS and (not joins or rule == "cat"), joins=joins)
             accepted += proof.accepted
             if proof.wrong:
                 wrong.append(proof)
