@@ -42,6 +42,11 @@ class ByTensor(Generic[T]):
 class Memory(StorageWeakRef):
     """A weak reference to a storage, which holds the number of it: a copy by attributes would free it twice."""
 
+    def __eq__(self, other: object) -> bool:  # torch's own takes anything for one of its kind
+        return isinstance(other, Memory) and bool(super().__eq__(other))
+
+    __hash__ = StorageWeakRef.__hash__
+
     def __deepcopy__(self, memo: Any) -> Memory:
         return self
 

@@ -17,3 +17,10 @@ def test_a_copy_of_a_memory_does_not_free_it() -> None:
         assert copy.deepcopy({"own": memory(x)})["own"] == copy.copy(memory(x)) == memory(x)
     gc.collect()
     assert memory(x).expired() is False
+
+
+def test_a_memory_is_compared_with_anything() -> None:
+    x = torch.ones(3)
+    assert memory(x) != None  # noqa: E711
+    assert memory(x) != "memory"
+    assert len({memory(x), memory(x[1:]), memory(x.clone())}) == 2
