@@ -4,6 +4,7 @@
     python infer.py runs/video --prompt "a boat on a lake" --format mp4
     python infer.py Wan2.1-T2V-1.3B-Diffusers --prompt "a boat on a lake"     # published weights: a pipeline's folder
     python infer.py esm2_t33_650M_UR50D x.fasta 1abc.cif     # contacts by published ESM-2; a structure judges them
+    python infer.py openfold x.a3m                    # a backbone by OpenFold's published weights, as safetensors
     dsp-launch --nproc-per-node 4 infer.py runs/demo/checkpoints/step-00000500 --label 3
     dsp-launch --nproc-per-node 4 infer.py runs/protein_demo 1abc.cif 1abc.a3m
     python infer.py --dca 1abc.cif 1abc.a3m           # contacts by direct coupling analysis: no training, no run
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zoo.files import read_table
+from zoo.protein import monomer_weights
 from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.console import Console
@@ -52,12 +54,14 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def is_esm2(folder: Path) -> bool:
-    """True for a folder of an ESM model as transformers saves it, False for that of a run."""
+def protein_family(folder: Path) -> str:
+    """The module of zoo.training.show for a folder of a published model of proteins; "" for any other, as of a run."""
     config = folder / "config.json"
-    if (folder / "config.yaml").is_file() or not config.is_file():
-        return False
-    return user_error(read_table, config).get("model_type") == "esm"
+    if (folder / "config.yaml").is_file():
+        return ""
+    if config.is_file():
+        return "esm2" if user_error(read_table, config).get("model_type") == "esm" else ""
+    return "openfold" if user_error(monomer_weights.is_folder, folder) else ""
 
 
 def direct_coupling_analysis(arguments: Sequence[str]) -> int:
@@ -89,9 +93,10 @@ def work(arguments: Sequence[str]) -> int:
             return 0 if "--help" in arguments or "-h" in arguments else 2
         if pipeline.is_pipeline(Path(arguments[0])):
             return pipeline.command(arguments[1:], Path(arguments[0]), Parser(prog="infer.py FOLDER"))
-        if is_esm2(Path(arguments[0])):
-            esm2 = user_error(import_module, "zoo.training.show.esm2")  # Biopython comes with an extra
-            return esm2.command(arguments[1:], Path(arguments[0]), Parser(prog="infer.py FOLDER"))
+        if family := protein_family(Path(arguments[0])):
+            show = user_error(import_module, f"zoo.training.show.{family}")  # Biopython comes with an extra
+            folder = import_module("zoo.training.show.folder")
+            return folder.command(show.Published(), arguments[1:], Path(arguments[0]), Parser(prog="infer.py FOLDER"))
         run, directory, step = locate(Path(arguments[0]))
         config = cfg.load([str(run / "config.yaml")])
         shape = argparse.ArgumentDefaultsHelpFormatter

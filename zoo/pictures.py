@@ -129,9 +129,9 @@ def save_gif(
     from PIL import Image
 
     frames = tile(video, columns, titles, head)
-    first, *rest = [Image.fromarray(frame.squeeze(-1).numpy()) for frame in frames]  # mode L or RGB
+    first, *later = [Image.fromarray(frame.squeeze(-1).numpy()) for frame in frames]  # mode L or RGB
     with whole_file(path) as file:
-        first.save(file, "GIF", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, optimize=False)
+        first.save(file, "GIF", save_all=True, append_images=later, duration=round(1000 / fps), loop=0, optimize=False)
 
 
 def save_mp4(path: str | os.PathLike[str], video: Tensor, *, fps: float = 8.0, columns: int | None = None) -> None:

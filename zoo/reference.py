@@ -94,8 +94,8 @@ def described(kind: str, settings: Any) -> Callable[[Callable[..., Any]], Callab
 def count(state: Mapping[str, Tensor], pattern: str) -> int:
     """The number of layers in a state dict: ``count(state, "blocks.{}.")`` counts the numbers in the braces' place."""
     before, after = pattern.split("{}")
-    rest = (name.removeprefix(before) for name in state if name.startswith(before))
-    return len({number for number, dot, _ in (name.partition(after) for name in rest) if dot and number.isdigit()})
+    tails = (name.removeprefix(before) for name in state if name.startswith(before))
+    return len({number for number, dot, _ in (name.partition(after) for name in tails) if dot and number.isdigit()})
 
 
 def read_safetensors(path: str | Path, variant: str | None = None) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pairformer": ("pairformer", {}),
     "structure": ("pairformer", {"structure": 2, "structure_heads": 2}),
     "evoformer, structure": ("evoformer", {"structure": 2, "structure_heads": 2, "extra_depth": 0, "chunk": 1000}),
+    "monomer": ("evoformer", {"monomer": True, "structure": 2, "structure_heads": 2}),
     "templates": ("pairformer", {"templates": 1}),
     "evoformer, templates": ("evoformer", {"templates": 2, "extra_depth": 0, "couplings": 2}),
 }

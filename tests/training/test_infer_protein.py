@@ -291,6 +291,7 @@ def test_a_structure_is_written_with_its_confidence(trainer, tmp_path, whole_wor
     said = capsys.readouterr().out
     assert all(word in said for word in ("structure lDDT 0.", "structure RMSD ", "pLDDT "))
     assert "unusable backbone: neighbouring Cα are " in said  # after one step
+    assert "; train longer\n" in said
     with Image.open(tmp_path / "one/1A8O-predicted.png") as picture:
         assert picture.width > 1.5 * picture.height  # the true one beside it
         assert len(picture.getcolors(1 << 20)) > 60

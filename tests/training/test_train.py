@@ -431,7 +431,9 @@ def test_help(trainer, run, capsys):
 def test_dry_run_of_a_cluster_on_one_process(trainer, tmp_path, monkeypatch, capsys, config):
     monkeypatch.chdir(tmp_path)
     assert trainer.main([str(ROOT / f"configs/{config}.yaml"), "dry_run=true"]) == 0
-    out = capsys.readouterr().out
+    out, progress = capsys.readouterr()
+    assert "building the model without weights ...\nplanning a step over" in progress
+    assert "ranks ...\ntracing a step for what backward keeps ...\n" in progress
     size = {"transformer2d-720m": "sp=8 = 16 ranks", "latte-xl": "sp=4 = 8 ranks"}[config]
     assert size in out
     assert "blocks.0.temporal" in out or "blocks.*.temporal" in out

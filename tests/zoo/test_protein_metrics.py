@@ -107,7 +107,7 @@ def test_a_backbone_of_no_use_is_named():
     assert Predicted(protein, flat, flat, atoms=atoms).unusable() == ""
     assert Predicted(protein, flat, flat).unusable() == ""
     near = Predicted(protein, flat, flat, atoms=atoms * 0.03 / 3.8).unusable()
-    assert near == "unusable backbone: neighbouring Cα are 0.03 Å apart, where 3.8 Å are expected; train longer"
+    assert near == "unusable backbone: neighbouring Cα are 0.03 Å apart, where 3.8 Å are expected"
     assert "are 38." in Predicted(protein, flat, flat, atoms=atoms * 10).unusable()
 
 

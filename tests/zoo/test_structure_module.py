@@ -14,16 +14,12 @@ from tests.support.paths import STRUCTURES
 from tests.support.refusals import refused
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.data.protein.example import draw
-from zoo.data.protein.record import ATOMS
+from zoo.data.protein.record import ATOMS, encode
 from zoo.data.protein.structure import read_structure
 from zoo.data.protein.write import write_structure
+from zoo.protein.atoms import backbone, frames_of
 from zoo.protein.metrics import distance_lddt, rmsd
-from zoo.protein.structure import (
-    StructureModule,
-    backbone,
-    frames_of,
-    rotation_of,
-)
+from zoo.protein.structure import StructureModule, rotation_of
 from zoo.protein.structure_losses import FrameAlignedPointError, lddt_of_residues
 from zoo.protein.structure_weights import from_reference
 from zoo.training.show.predicted import bonded
@@ -101,7 +97,7 @@ def test_backbones_of_real_structures_come_back_from_their_frames() -> None:
     n, ca, c, o, cb = (torch.from_numpy(protein.atoms(name)[0]).double() for name in ATOMS)
     rotation, translation = frames_of(n, ca, c)
     torch.testing.assert_close(rotation.mT @ rotation, torch.eye(3).double().expand_as(rotation))
-    atoms = backbone(rotation, translation, bonded(protein))
+    atoms = backbone(rotation, translation, torch.from_numpy(encode(protein.sequence)).long(), bonded(protein))
     glycine = torch.tensor([letter == "G" for letter in protein.sequence])
     for name, true, off in (("N", n, 0.2), ("CA", ca, 1e-6), ("C", c, 0.1), ("O", o, 0.3)):
         assert (atoms[:-1, ATOMS.index(name)] - true[:-1]).norm(dim=-1).max() < off, name
@@ -124,7 +120,9 @@ def test_a_written_structure_is_read_back(tmp_path) -> None:
     data = EmbeddedProteins("validation")
     protein = next(data.protein(i) for i in range(len(data)) if len(data.protein(i).chains) > 1)
     frames = frames_of(*(torch.from_numpy(protein.atoms(name)[0]) for name in ("N", "CA", "C")))
-    atoms, confidence = backbone(*frames, bonded(protein)).numpy(), np.linspace(0, 100, len(protein))
+    sequence = torch.from_numpy(encode(protein.sequence)).long()
+    atoms = backbone(*frames, sequence, bonded(protein)).numpy()
+    confidence = np.linspace(0, 100, len(protein))
     write_structure(tmp_path / "made.cif", protein, atoms, confidence)
     found = read_structure(tmp_path / "made.cif")
     assert found.sequence == protein.sequence

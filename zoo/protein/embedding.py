@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zoo.protein.distogram import distances
 from zoo.protein.layers import Linear, OneHot
 
 CLASSES = 23
@@ -39,19 +40,32 @@ class Structure(NamedTuple):
 class MSAEmbed(nn.Module):
     """Tokens (b s r), deletions before each (b s r) and, with ``target``, the target sequence (b r) -> (b s r c).
 
-    A deletion count d is embedded as min(d, 1) and (2/π) arctan(d/3) (AF2 supplement, table 1).
+    A deletion count d is embedded as min(d, 1) and (2/π) arctan(d/3) (AF2 supplement, table 1). With ``clusters`` each
+    row is the centre of a cluster, whose ``profile`` (b s r 24) is the share of each token, then the mean count of
+    deletions, embedded by the arctangent alone.
     """
 
-    def __init__(self, dim: int, target: bool = True):
+    def __init__(self, dim: int, target: bool = True, clusters: bool = False):
         super().__init__()
         self.token = OneHot(CLASSES, dim)
         self.deletion = Linear(2, dim)
         self.target = OneHot(CLASSES, dim) if target else None
+        self.profile = Linear(CLASSES + 1, dim, bias=False) if clusters else None
 
-    def forward(self, msa: Tensor, deletions: Tensor, sequence: Tensor | None = None) -> Tensor:
+    def forward(
+        self, msa: Tensor, deletions: Tensor, sequence: Tensor | None = None, profile: Tensor | None = None
+    ) -> Tensor:
         d = deletions.to(self.deletion.weight.dtype)
-        m = self.token(msa) + self.deletion(torch.stack([d.clamp(max=1), (d / 3).atan() * (2 / math.pi)], -1))
+        m = self.token(msa) + self.deletion(torch.stack([d.clamp(max=1), compressed(d)], -1))
+        if self.profile is not None and profile is not None:
+            share, mean = profile.to(d.dtype).split([CLASSES, 1], -1)
+            m = m + self.profile(torch.cat([share, compressed(mean)], -1))
         return m if self.target is None else m + self.target(sequence)[:, None]
+
+
+def compressed(count: Tensor) -> Tensor:
+    """A count from 0 on, as a number from 0 to 1."""
+    return (count / 3).atan() * (2 / math.pi)
 
 
 def clipped_offset(i: Tensor, j: Tensor, reach: int, counts: Tensor) -> Tensor:
@@ -63,16 +77,18 @@ def clipped_offset(i: Tensor, j: Tensor, reach: int, counts: Tensor) -> Tensor:
 class ChainOffset(OneHot):
     """The offset along the chain of residues (b i k) and (b j k), k = place, chain, ... -> (b i j c).
 
-    Clipped to ±``reach``, with one more class for two different chains (AF2 algorithms 4 and 5; AF-Multimer, 7.1).
+    Clipped to ±``reach``, with one more class for two different chains (AF-Multimer, 7.1). Without ``chains`` it reads
+    places alone (AF2 algorithms 4 and 5).
     """
 
-    def __init__(self, dim: int, reach: int):
-        super().__init__(2 * reach + 2, dim)
-        self.reach = reach
+    def __init__(self, dim: int, reach: int, chains: bool = True):
+        super().__init__(2 * reach + 1 + chains, dim)
+        self.reach, self.chains = reach, chains
 
     def forward(self, i: Tensor, j: Tensor) -> Tensor:  # type: ignore[override]
         same_chain = i[:, :, None, 1] == j[:, None, :, 1]
-        return super().forward(clipped_offset(i[..., 0], j[..., 0], self.reach, same_chain))
+        counts = same_chain if self.chains else torch.ones_like(same_chain)
+        return super().forward(clipped_offset(i[..., 0], j[..., 0], self.reach, counts))
 
 
 class RelativeEncoding(OneHot):
@@ -137,8 +153,7 @@ class PairMask(nn.Module):
 class Recycle(nn.Module):
     """Add the previous pass's x, normed and, in AlphaFold 3, projected; in the first pass the previous x is zero.
 
-    AF2 algorithm 32 without distances: the structure that a pass predicts is no input of the next; AF3 algorithm 1,
-    lines 8 and 11.
+    AF2 algorithm 32, of which ``RecycleDistance`` is the rest; AF3 algorithm 1, lines 8 and 11.
     """
 
     def __init__(self, dim: int, version: int):
@@ -156,6 +171,25 @@ class RecycleTarget(Recycle):
     def forward(self, x: Tensor, row: Tensor, previous: Tensor | None = None) -> Tensor:  # type: ignore[override]
         update = self.norm(x.new_zeros(x.shape[-1]) if previous is None else previous[:, None])
         return x + update * (row == 0)[:, None, None]
+
+
+class RecycleDistance(OneHot):
+    """Add to z (b i j c) a row for the distance of the previous pass's positions (b i x) and (b j x), in Å.
+
+    AF2 algorithm 32: the first row is for distances below 3.25 Å, and for the first pass, which has no positions; then
+    15 bins of 1.25 Å, the last without an end.
+    """
+
+    BINS, FIRST, LAST = 15, 3.25, 20.75
+
+    def __init__(self, dim: int):
+        super().__init__(1 + self.BINS, dim)
+
+    def forward(self, z: Tensor, i: Tensor | None = None, j: Tensor | None = None) -> Tensor:
+        if i is None or j is None:
+            return z + self.weight[0]
+        edges = torch.linspace(self.FIRST, self.LAST, self.BINS, dtype=i.dtype, device=i.device)
+        return z + super().forward(torch.bucketize(distances(i, j), edges))
 
 
 class Sum(nn.Module):
@@ -199,12 +233,12 @@ class Heads(nn.Module):
         half = self.distance(z)
         if self.couplings is not None and feature is not None:
             half = half + self.couplings(feature.to(half.dtype))
-        other = half.transpose(1, 2).contiguous()  # a separate tensor, which may be sharded differently than half
-        return self.token(m), self.both(half, other)
+        mirrored = half.transpose(1, 2).contiguous()  # a separate tensor, which may be sharded differently than half
+        return self.token(m), self.both(half, mirrored)
 
 
 EMBEDDING = {
-    "msa_embed": "b s r, deletions=b s r, sequence=b r -> b s r [c]",
+    "msa_embed": "b s r, deletions=b s r, sequence=b r, profile=b s r [k] -> b s r [c]",
     "pair_embed": "b i [k], b j [k] -> b i j [c]",
     "pair_mask": "b i, b j -> b i j",
     "recycle_pair": "b i j [c], previous=b i j [c]",

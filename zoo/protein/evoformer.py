@@ -6,12 +6,14 @@
 An alignment m (b s r c) and its pairs z (b i j c) update each other in turn. Before, a narrower stack reads an extra,
 deeper alignment; only its pairs are kept. ``opm_first`` moves the outer product mean to the start of each block, as in
 AF-Multimer. Each recycled pass (``recycles``) starts from the pairs and the alignment's first row as the previous pass
-left them; only the last pass has gradients.
+left them; only the last pass has gradients. With ``monomer`` it is AlphaFold 2 as it was published for single chains:
+rows of the alignment are centres of clusters, and the structure that a pass predicts is an input of the next.
 
 Letters: `zoo/protein/__init__.py`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +21,14 @@ from torch import Tensor, nn
 
 from zoo.layers import expect
 from zoo.protein.alignment_layers import OUTER, ColumnAttention, GlobalColumnAttention, OuterProductMean, RowAttention
+from zoo.protein.atoms import CONTACT_ATOMS, ContactAtoms
 from zoo.protein.embedding import (
+    CLASSES,
     ChainOffset,
     MSAEmbed,
     Prediction,
     Recycle,
+    RecycleDistance,
     RecycleTarget,
     Structure,
     check_widths,
@@ -52,6 +57,7 @@ class Config(TrunkConfig):  # depth=0: the heads read the embeddings, and the mo
     c_e: int = 64  # its channels
     extra_heads: int = 8
     extra_head_dim: int = 8
+    monomer: bool = False  # AlphaFold 2's inputs for one chain: profiles of clusters, recycled positions; no chains
 
     def __post_init__(self) -> None:
         check_widths(c_m=self.c_m, c_z=self.c_z, c_s=self.c_s, c_e=self.c_e, chunk=self.chunk)
@@ -62,6 +68,8 @@ class Config(TrunkConfig):  # depth=0: the heads read the embeddings, and the mo
             raise ValueError(
                 f"extra_depth={self.extra_depth}: expected at least 0 (a model without an extra alignment)"
             )
+        if self.monomer and not self.structure:
+            raise ValueError("monomer recycles the positions of residues: it needs structure, iterations of its module")
 
 
 class Block(nn.Module):
@@ -115,26 +123,33 @@ class Evoformer(Trunk):
     msa and deletions (b s r), with extra_depth > 0 also extra_msa and extra_deletions (b s r, another s): tokens and
     counts; sequence, residue_index, asym_id (b r): tokens of the target, places in their chain, chains. Masks are False
     for padding: msa_mask and extra_mask shaped like their alignments, mask (b r); all of them or none. With
-    config.couplings: couplings (b i j k), features of pairs. With config.templates: template_sequence (b n r),
-    template_backbone (b n r 3 3), template_beta (b n r 3) and template_seen (b n r 2), as for ``TemplateEmbedder``.
+    config.monomer: profile (b s r 24), as for ``MSAEmbed``. With config.couplings: couplings (b i j k), features of
+    pairs. With config.templates: template_sequence (b n r), template_backbone (b n r 3 3), template_beta (b n r 3) and
+    template_seen (b n r 2), as for ``TemplateEmbedder``.
     """
 
     def __init__(self, config: Config):
         extra = {"extra_embed": "b s r, deletions=b s r -> b s r [c]", **prefixed("extra_blocks.*", BLOCK)}
+        recycled = {"contact_atoms": CONTACT_ATOMS, "recycle_distance": "b i j [c], i=b i [x], j=b j [x] -> b i j [c]"}
         super().__init__(
             config,
-            "msa=b s r, deletions=b s r, extra_msa=b t r, extra_deletions=b t r, msa_mask=b s r, extra_mask=b t r",
+            "msa=b s r, deletions=b s r, profile=b s r k, extra_msa=b t r, extra_deletions=b t r, msa_mask=b s r, "
+            "extra_mask=b t r",
             {
                 "recycle_target": "b s r [c], row=s, previous=b r [c]",
                 "single": "b r [c] -> b r [e]",
                 **(prefixed("blocks.*", BLOCK) if config.depth else {}),
                 **(extra if config.extra_depth else {}),
+                **(recycled if config.monomer else {}),
             },
             ["blocks.*.pair"] * (config.depth > 0) + ["extra_blocks.*.pair"] * (config.extra_depth > 0),
-            ChainOffset,
+            partial(ChainOffset, chains=not config.monomer),
+            clusters=config.monomer,
         )
         self.recycle_pair = Recycle(config.c_z, 2)
         self.recycle_target = RecycleTarget(config.c_m, 2)
+        self.recycle_distance = RecycleDistance(config.c_z) if config.monomer else None
+        self.contact_atoms = ContactAtoms()
         self.extra_embed = MSAEmbed(config.c_e, target=False) if config.extra_depth else None
         self.extra_blocks = nn.ModuleList(Block(config, extra=True) for _ in range(config.extra_depth))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
@@ -158,22 +173,26 @@ class Evoformer(Trunk):
         template_backbone: Tensor | None = None,
         template_beta: Tensor | None = None,
         template_seen: Tensor | None = None,
+        profile: Tensor | None = None,
         recycles: int = 0,
     ) -> Prediction | Structure:
         built = f"extra_depth={self.config.extra_depth}"
         expect("extra_msa", extra_msa, self.extra_embed is not None, built)
         expect("extra_deletions", extra_deletions, self.extra_embed is not None, built)
+        expect("profile", profile, self.config.monomer, f"monomer={self.config.monomer}")
         templates, pair_mask = self.check_inputs(
             msa_mask, mask, couplings, template_sequence, template_backbone, template_beta, template_seen
         )
 
         residues = torch.stack([sequence, residue_index, asym_id], -1)
         row = torch.arange(msa.shape[1], device=msa.device)
-        target = z = None
+        target = z = positions = None
         for cycle in range(recycles + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == recycles):
-                m = self.recycle_target(self.msa_embed(msa, deletions, sequence), row, target)
+                m = self.recycle_target(self.msa_embed(msa, deletions, sequence, profile), row, target)
                 z = self.pairs(residues, z, couplings, asym_id, templates, pair_mask)
+                if self.recycle_distance is not None:
+                    z = self.recycle_distance(z, positions, positions)
                 if self.extra_embed is not None:
                     e = self.extra_embed(extra_msa, extra_deletions)
                     for block in self.extra_blocks:
@@ -181,6 +200,9 @@ class Evoformer(Trunk):
                 for block in self.blocks:
                     m, z = block(m, z, msa_mask, pair_mask)
                 target = m[:, 0]
+                if self.recycle_distance is not None and self.structure is not None and cycle < recycles:
+                    rotations, translations, _ = self.structure(self.single(target), z, mask)
+                    positions = self.contact_atoms(rotations[:, -1], translations[:, -1], sequence)
         assert target is not None
         assert z is not None
         logits = self.heads(m, z, couplings)
@@ -191,6 +213,8 @@ class Evoformer(Trunk):
     ) -> dict[str, Tensor]:
         """Random inputs of the forward, by name, on the default device."""
         inputs = super().example_inputs(batch, rows=rows, residues=residues)
+        if self.config.monomer:
+            inputs["profile"] = torch.rand(batch, rows, residues, CLASSES + 1)
         if self.config.extra_depth:
             extra = protein_inputs(batch, extra_rows, residues)
             inputs |= {

@@ -1,8 +1,11 @@
 """The names that openfold3 gives to the layers of ``zoo.protein.layers``, for weights published under them."""
 
 import re
+from collections.abc import Mapping
 
-from zoo.reference import Names
+from torch import Tensor
+
+from zoo.reference import Names, count
 
 ATTENTION = {
     "attention.qkv": "mha.linear_q mha.linear_k mha.linear_v",
@@ -74,3 +77,23 @@ def openfold_names(version: int) -> Names:
         return [block + theirs + suffix for theirs in layers[layer]]
 
     return names
+
+
+def stack_sizes(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, int]:
+    """The sizes of an ``EvoformerStack`` by the shapes of its weights, whose names begin with ``prefix``.
+
+    KeyError: the state dict has no such stack.
+    """
+    block = f"{prefix}blocks.0"
+    msa, pair = f"{block}.msa_att_row", f"{block}.pair_stack"
+    c_s, c_m = state[f"{prefix}linear.weight"].shape
+    msa_heads, c_z = state[f"{msa}.linear_z.weight"].shape
+    pair_heads = len(state[f"{pair}.tri_att_start.linear_z.weight"])
+    return {
+        "c_m": c_m, "c_z": c_z, "c_s": c_s, "depth": count(state, f"{prefix}blocks.{{}}."), "msa_heads": msa_heads,
+        "msa_head_dim": len(state[f"{msa}.mha.linear_q.weight"]) // msa_heads, "pair_heads": pair_heads,
+        "pair_head_dim": len(state[f"{pair}.tri_att_start.mha.linear_q.weight"]) // pair_heads,
+        "triangle": len(state[f"{pair}.tri_mul_out.linear_a_p.weight"]),
+        "outer": len(state[f"{block}.outer_product_mean.linear_1.weight"]),
+        "transition": len(state[f"{block}.msa_transition.transition_mlp.layers.0.0.weight"]) // c_m,
+    }  # fmt: skip

@@ -5,7 +5,7 @@ All residues start at the origin. Each iteration has the same weights: residues 
 points in space (invariant point attention), then every frame takes a step in its own coordinates, so that a prediction
 is independent of the axes of space. Side chains are not predicted.
 
-Jumper et al. 2021, supplement, algorithms 20 to 23, 28 and 29.
+Jumper et al. 2021, supplement, algorithms 20, 22, 23 and 29.
 
 Letters: `zoo/protein/__init__.py`.
 """
@@ -20,13 +20,10 @@ from torch import Tensor, nn
 
 from zoo.protein.layers import CHUNK, MASKED, Linear, checkpointed, concat
 
-__all__ = ["IDEAL", "StructureModule", "backbone", "frames_of"]
+__all__ = ["StructureModule"]
 
 UNIT = 10.0  # Å: the unit of translations inside the module
 LDDT_BINS = 50
-# positions of alanine's atoms, in Å, in the frame of the residue with CA at its origin (AF2 supplement, 1.8.5)
-IDEAL = {"N": (-0.525, 1.363, 0.0), "CA": (0.0, 0.0, 0.0), "C": (1.526, 0.0, 0.0), "CB": (-0.529, -0.774, -1.205)}
-CO, OXYGEN = 1.231, (2.153, -1.062, 0.0)  # Å: the length of C=O, and the position of O at the end of a chain
 
 
 class InvariantPointAttention(nn.Module):
@@ -200,29 +197,3 @@ STRUCTURE = {
     "move": "b i [c], rotation=b i [x y], translation=b i [x] -> b i [c], b i [x y], b i [x]",
     "confidence": "b r [c] -> b r [v]",
 }
-
-
-# ------------------------------------------------------------------------------------------------------ frames, atoms
-
-
-def frames_of(n: Tensor, ca: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The frames of residues from the positions (... 3) of N, CA and C: algorithm 21. Collinear atoms: any rotation."""
-    first = F.normalize(c - ca, dim=-1)
-    second = n - ca
-    second = F.normalize(second - (first * second).sum(-1, keepdim=True) * first, dim=-1)
-    return torch.stack([first, second, torch.linalg.cross(first, second)], -1), ca
-
-
-def backbone(rotation: Tensor, translation: Tensor, bonded: Tensor) -> Tensor:
-    """The positions of N, CA, C, O and CB (r 5 3), for frames (r 3 3) and (r 3), in Å.
-
-    bonded (r): True if the next residue follows in the same chain. O is then opposite to CA and to the next N, in their
-    plane.
-    """
-    ideal = torch.tensor([IDEAL["N"], IDEAL["CA"], IDEAL["C"], OXYGEN, IDEAL["CB"]]).to(rotation)
-    atoms = torch.einsum("ryx,ax->ray", rotation, ideal) + translation[:, None]
-    if len(atoms) > 1:
-        n, ca, c = atoms[1:, 0], atoms[:-1, 1], atoms[:-1, 2]
-        away = F.normalize(F.normalize(c - ca, dim=-1) + F.normalize(c - n, dim=-1), dim=-1)
-        atoms[:-1, 3] = torch.where(bonded[:-1, None], c + CO * away, atoms[:-1, 3])
-    return atoms

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.layers import expect
+from zoo.protein.atoms import frames_of
 from zoo.protein.distogram import distances
 from zoo.protein.layers import CHUNK, Linear, OneHot, prefixed
 from zoo.protein.pair_layers import PAIR, PairBlock
-from zoo.protein.structure import frames_of
 
 __all__ = ["TEMPLATES", "TemplateEmbedder", "check_given", "check_templates", "template_inputs"]
 

@@ -65,14 +65,14 @@ class Trunk(nn.Module):
 
     `inputs`: patterns of the model's inputs; `stages`: those of the modules that a trunk adds; `pair_stacks`: paths of
     its pair blocks, which have other layouts under dynamic axial parallelism (``dap``); `relative`: the encoding of
-    where a residue is as seen from another, made from channels and reach.
+    where a residue is as seen from another, made from channels and reach; `clusters`: as for ``MSAEmbed``.
     """
 
     recycle_pair: Recycle  # each trunk makes it
 
     def __init__(
         self, config: Any, inputs: str, stages: dict[str, str], pair_stacks: list[str],
-        relative: Callable[[int, int], nn.Module],
+        relative: Callable[[int, int], nn.Module], clusters: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.config = config
@@ -89,7 +89,7 @@ class Trunk(nn.Module):
         pair_stacks = [*pair_stacks, *(["templates.blocks.*"] if config.templates else [])]
         self.dap = self.stages | {k: v for stack in pair_stacks for k, v in prefixed(stack, DAP).items()}
 
-        self.msa_embed = MSAEmbed(config.c_m)
+        self.msa_embed = MSAEmbed(config.c_m, clusters=clusters)
         self.pair_embed = PairEmbed(config.c_z, relative(config.c_z, config.reach))
         self.pair_feature = PairFeature(config.couplings, config.c_z) if config.couplings else None
         self.templates = None

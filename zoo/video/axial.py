@@ -64,12 +64,12 @@ class Config(VideoConfig):
 
 def fold(x: Tensor, axis: str) -> Tensor:
     """(b t h w c) as (b n m c): m is the axis, n the other two axes in one."""
-    a, b = (other for other in AXES if other != axis)
+    a, b = (name for name in AXES if name != axis)
     return rearrange(x, f"b t h w c -> b ({a} {b}) {axis} c")
 
 
 def unfold(x: Tensor, axis: str, like: Tensor) -> Tensor:
-    a, b = (other for other in AXES if other != axis)
+    a, b = (name for name in AXES if name != axis)
     return rearrange(x, f"b ({a} {b}) {axis} c -> b t h w c", **parse_shape(like, "_ t h w _"))
 
 

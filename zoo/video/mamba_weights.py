@@ -56,8 +56,8 @@ def from_reference(state: Mapping[str, Tensor], *, groups: int = 1, **overrides:
     layers = nn.ModuleList(nn.ModuleDict({"norm": b.norms[0], "mixer": b.mixers[0]}) for b in model.running())
 
     def names(name: str) -> str:
-        layer, part, rest = name.split(".", 2)
-        return f"{prefix}{layer}.{part}.{reference_names(rest) if part == 'mixer' else rest}"
+        layer, part, leaf = name.split(".", 2)
+        return f"{prefix}{layer}.{part}.{reference_names(leaf) if part == 'mixer' else leaf}"
 
     load(layers, state, names, ignore=[name for name in state if not name.startswith(prefix)])
     return model
@@ -65,10 +65,10 @@ def from_reference(state: Mapping[str, Tensor], *, groups: int = 1, **overrides:
 
 def reference_names(name: str) -> str:
     """The name in mamba_ssm of one of our parameters; names of the second direction are Vision Mamba's."""
-    direction, _, rest = name.partition(".")
+    direction, _, parameter = name.partition(".")
     if name == "norm":
         return "norm.weight"
     if direction == "back":
-        leaf, dot, suffix = rest.partition(".")
+        leaf, dot, suffix = parameter.partition(".")
         return "A_b_log" if leaf == "A_log" else f"{leaf}_b{dot}{suffix}"
-    return rest if direction == "ahead" else name
+    return parameter if direction == "ahead" else name

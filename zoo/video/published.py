@@ -39,7 +39,7 @@ class Prompt:
 
     cond: Rows
     uncond: Rows | None = None  # None: no guidance
-    held: Tensor | None = None  # (c 1 h w): the latent of the first frame, in models that take it clean
+    first: Tensor | None = None  # (c 1 h w): the latent of the first frame, in models that take it clean
 
     def both(self, name: str, value: Tensor) -> None:
         """Add a condition of n rows that guidance does not drop."""
@@ -53,7 +53,7 @@ class Prompt:
             given and {name: value[clips.start : clips.stop].to(device) for name, value in given.items()}
             for given in (self.cond, self.uncond)
         )
-        return Prompt(cond or {}, none, None if self.held is None else self.held.to(device))
+        return Prompt(cond or {}, none, None if self.first is None else self.first.to(device))
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Published:
         if self.conditions.start:
             prompt.both("start", encode_start(self.conditions, image, pixels, codec).expand(n, -1, -1, -1, -1))
         else:
-            prompt.held = codec.encode(image[:, None])
+            prompt.first = codec.encode(image[:, None])
             prompt.both("x_mask", (torch.arange(codec.latent_shape(*pixels)[1]) > 0).expand(n, -1))
 
     # -------------------------------------------------------------------------------------------------------- sampling
@@ -173,18 +173,19 @@ class Published:
             low = len(self.models) > 1 and bool(t < last)
             model = self.models[low]
             y = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
-            y = _guided(model, held(y, prompt), t.expand(len(y)), prompt, guidance[low], batched, branch).float()
+            y = with_first_frame(y, prompt)
+            y = _guided(model, y, t.expand(len(y)), prompt, guidance[low], batched, branch).float()
             y = y if learned else y[:, : x.shape[1]]
             y = -flow_sign(model) * y if flow else y  # schedulers of flows take noise - x
             x = scheduler.step(y, t, x, return_dict=False, **extra)[0]
             if on_step is not None:
                 on_step(i + 1, len(timesteps))
-        return held(x, prompt)
+        return with_first_frame(x, prompt)
 
 
-def held(x: Tensor, prompt: Prompt) -> Tensor:
+def with_first_frame(x: Tensor, prompt: Prompt) -> Tensor:
     """Replace the first latent frame by the one that the prompt holds, if any."""
-    return x if prompt.held is None else torch.cat([prompt.held.expand(len(x), -1, -1, -1, -1), x[:, :, 1:]], dim=2)
+    return x if prompt.first is None else torch.cat([prompt.first.expand(len(x), -1, -1, -1, -1), x[:, :, 1:]], dim=2)
 
 
 def _guided(

@@ -131,11 +131,11 @@ def ddim(
     given = cond if x_mask is None else {**cond, "x_mask": x_mask}
     guided = _guided(model, noise.shape[1], guidance, uncond, given)
     abar = linear_schedule(IDDPM.steps)["abar"].tolist()
-    taken = [round(IDDPM.steps * (1 - i / steps)) - 1 for i in range(steps)]
-    held = None if clean is None else math.sqrt(abar[0]) * clean + math.sqrt(1 - abar[0]) * noise
-    x = hold(noise, held)
-    for i, step in enumerate(taken):
-        now, after = abar[step], abar[taken[i + 1]] if i + 1 < steps else 1.0
+    timesteps = [round(IDDPM.steps * (1 - i / steps)) - 1 for i in range(steps)]
+    start = None if clean is None else math.sqrt(abar[0]) * clean + math.sqrt(1 - abar[0]) * noise
+    x = hold(noise, start)
+    for i, step in enumerate(timesteps):
+        now, after = abar[step], abar[timesteps[i + 1]] if i + 1 < steps else 1.0
         predicted = guided(x, torch.full((len(x),), step, device=x.device))
         if velocity:
             predicted = math.sqrt(now) * predicted + math.sqrt(1 - now) * x
@@ -144,7 +144,7 @@ def ddim(
         x = math.sqrt(after) * data + math.sqrt(1 - after - sigma**2) * predicted
         if sigma > 0:
             x = x + sigma * torch.randn(x.shape, generator=random).to(x)
-        x = hold(x, held)
+        x = hold(x, start)
         if on_step is not None:
             on_step(i + 1, steps)
     return hold(x, clean)

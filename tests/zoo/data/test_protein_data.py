@@ -395,7 +395,9 @@ def test_families_are_pure_and_on_contacts():
 
 
 def test_example_families_are_read_as_they_were_drawn(tmp_path, capsys):
-    example_families.write_families(tmp_path / "new", 2, residues=24, rows=16)
+    counts: list[int] = []
+    example_families.write_families(tmp_path / "new", 2, residues=24, rows=16, on_family=counts.append)
+    assert counts == [1, 2]  # as progress shows them
     read, drawn = ProteinFolder(tmp_path / "new"), PottsFamilies(families=64, residues=24, rows=16)
     assert (len(read), read.skipped) == (2, [])
     for protein in map(read.protein, range(2)):

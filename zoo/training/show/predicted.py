@@ -70,7 +70,7 @@ class Predicted:
         spacing = float((self.atoms[1:, 1] - self.atoms[:-1, 1]).norm(dim=-1)[neighbours].median())
         if SPACING[0] <= spacing <= SPACING[1]:
             return ""
-        return f"unusable backbone: neighbouring Cα are {spacing:.2f} Å apart, where 3.8 Å are expected; train longer"
+        return f"unusable backbone: neighbouring Cα are {spacing:.2f} Å apart, where 3.8 Å are expected"
 
 
 def bonded(protein: Protein) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 from zoo.data.protein.example import Example, draw
 from zoo.data.protein.inputs import find_proteins
 from zoo.data.protein.record import Protein, digest
+from zoo.protein.atoms import backbone
 from zoo.protein.coevolution import direct_couplings, filled_rows, mutual_information
 from zoo.protein.distogram import contact_probability, expected_distance
 from zoo.protein.metrics import average, contact_precision, masked_accuracy
 from zoo.protein.objective import Frequencies
 from zoo.protein.picture import save_contact_maps
-from zoo.protein.structure import backbone
 from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank, say
 from zoo.training.show.predicted import Predicted, bonded, described, say_mean, table, truth, write
@@ -59,7 +59,9 @@ class Show(task.Show):
         predicted = Predicted(example.protein, probability, distance, accuracy, bins)
         if self.task.folds:
             rotation, translation, plddt = (x[0, :r].cpu() for x in (out.rotation, out.translation, out.plddt))
-            predicted.atoms, predicted.plddt = backbone(rotation, translation, bonded(example.protein)), plddt
+            letters = given["sequence"][:r]
+            predicted.atoms = backbone(rotation, translation, letters, bonded(example.protein))
+            predicted.plddt = plddt
         return predicted
 
     def write(self, samples: list[Predicted], path: Path) -> Mapping[str, float]:
@@ -231,7 +233,7 @@ class Infer(task.Infer):
             written += files
             say(table(f"{protein.name}{origin and f' ({origin})'}: {described(protein, rows)}", measures))
             if fault := predicted.unusable():
-                say(f"  {fault}")
+                say(f"  {fault}; train longer")
         return written, measures
 
     def predict(

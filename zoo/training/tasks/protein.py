@@ -20,11 +20,11 @@ from zoo.data.protein.folder import ProteinFolder
 from zoo.data.protein.record import Protein, digest
 from zoo.data.protein.synthetic import PottsFamilies
 from zoo.data.sampling import generator
+from zoo.protein.atoms import frames_of
 from zoo.protein.coevolution import coupling_feature
 from zoo.protein.distogram import BINS
 from zoo.protein.objective import ProteinObjective
 from zoo.protein.prediction import Predictor
-from zoo.protein.structure import frames_of
 from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.task import Inputs
