@@ -132,11 +132,11 @@ FAULTS = [
         "dsp/discovery/test_discover::test_dims_are_followed_through_a_function_that_is_many_operations",
     ),
     Fault(
-        "zeros of a sharded tensor's type count as sharded",
+        "a tensor of which the type alone is read is an operand",
         "dsp/core/carrier.py",
         "if what.dtype_arg is not None:",
         "if False:",
-        "dsp/core/test_glue_moves dsp/core/test_hostile",
+        "dsp/core/test_record",
     ),
     Fault(
         "a tensor is switched after it has grown",

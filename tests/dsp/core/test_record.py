@@ -51,6 +51,13 @@ def test_a_record_shows_each_node_with_what_it_reads() -> None:
     assert all(line.startswith("test_record.py:") for line in lines[1:-1])
 
 
+def test_a_tensor_of_which_the_type_alone_is_read_is_no_operand() -> None:
+    model = toys.SpaceTime(lambda m, x: m.space(x).type_as(m.time(x)))
+    plan = dsp.plan(model, torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
+    *_, cast, _ = str(plan.record).splitlines()
+    assert cast.partition("  #")[0] == "%1 [2, 4, 3, 4] = type_as(%1, [0])"
+
+
 def test_a_record_knows_checkpoints_and_the_options_of_stages() -> None:
     plan = dsp.plan(small(), torch.empty(2, 4, 3, toys.C, device="meta"), size=3)
     assert plan.record is not None
