@@ -25,7 +25,7 @@ from dsp.comm.observers import RUNNING
 from dsp.core.arguments import INDEXED, numbered, without_data_of
 from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
-from dsp.core.torch_calls import NUMBERS, GlueError, by_position
+from dsp.core.torch_calls import TENSORLESS, GlueError, by_position
 from dsp.core.torch_traits import traits
 from dsp.support.private import GRAD_SWITCH, FakeTensor, OpOverload, below_autograd, storage_id
 from dsp.support.tensors import memory, tensors_in, version
@@ -83,7 +83,7 @@ class Carrier(Tensor):
             args = without_data_of(args, what.dtype_arg)
         if what.name in INDEXED:
             args = numbered(args, INLINE)
-        if kwargs and not NUMBERS.issuperset(map(type, kwargs.values())):
+        if kwargs and not TENSORLESS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
         first = first_carrier((*args, *kwargs.values()))
         if first is None:  # only its type was read

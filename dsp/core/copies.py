@@ -44,7 +44,8 @@ class Copies:
         return [self.part(t, need) for t, need in zip(operands, needs)]
 
     def want(self, switches: list[CopySwitch], base: Carrier, dst: Layout, planned: tuple[Layout, ...] = ()) -> None:
-        """Make a copy of a base, or note the switch that makes it, from the copy that the plan names or the nearest."""
+        """Make a copy of a base, or note the switch that makes it: from the copy in the layout that `planned` has (a
+        tuple, as None is a layout, too), or, if that is empty, from the nearest."""
         copies = copies_of(base)
         if dst == base.cut or dst in copies or any(s.base is base and s.dst == dst for s in switches):
             return

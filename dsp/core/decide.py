@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from dsp.comm.layout import separable
 from dsp.core.record import FREE, Base, Layout, Node, Offer, Record, Ref, Relayout, replicated
-from dsp.planner import Choice, Infeasible, Move, Op, Problem, Solution, chunk_sizes, fuses, length, solve
-from dsp.planner import Value as Extents
+from dsp.planner import Choice, Infeasible, Move, Op, Problem, Solution, Value, chunk_sizes, fuses, length, solve
 
 
 class Decision(NamedTuple):
@@ -49,7 +48,7 @@ def decide(
             node.offers = output_offers(node, gather)
         choices = [choice(node, offer, k) for k, offer in enumerate(node.offers)]
         ops.append(Op(node.name, *versions.of(node), tuple(choices)))
-    values = tuple(map(record.priced, versions.extents(names, record.n)))
+    values = tuple(map(record.priced, versions.values(names, record.n)))
     ops = [op if node.cost is FREE else priced(op, node, values, record.n, memory) for op, node in zip(ops, nodes)]
     problem = Problem(values, tuple(ops), record.n, memory, resident)
     problem, solution = without_batch(problem, [node.kind == "stage" for node in nodes], batch, say)
@@ -90,11 +89,11 @@ class Versions:
             (self.fixed.discard if v.last_write in self.passed else self.fixed.add)(self.latest[v])
         return inputs, tuple(self.latest[v] for v in outputs)
 
-    def extents(self, names: dict[Base, str], n: int) -> Iterator[Extents]:
+    def values(self, names: dict[Base, str], n: int) -> Iterator[Value]:
         """The values as the planner reads them."""
         for i, v in enumerate(self.bases):
             home = home_of(v) if i < len(self.latest) else ()
-            yield replace(extents(names[v], v, n), fixed=i in self.fixed, home=home)
+            yield replace(as_value(names[v], v, n), fixed=i in self.fixed, home=home)
 
 
 def home_of(v: Base) -> tuple[Layout, ...]:
@@ -119,7 +118,7 @@ def names_of(record: Record, nodes: Sequence[Node]) -> dict[Base, str]:
     return names
 
 
-def priced(op: Op, node: Node, values: Sequence[Extents], n: int, memory: int | None) -> Op:
+def priced(op: Op, node: Node, values: Sequence[Value], n: int, memory: int | None) -> Op:
     """An op with the work and the kept bytes of its choices, from what its node costs on one process."""
     cost, choices = node.cost, list[Choice]()
     for c in op.choices:
@@ -159,11 +158,11 @@ def output_offers(node: Node, gather: bool) -> list[Offer]:
     return [Offer((cut,), last_resort=of in ref.base.batch) for of, cut in cuts] or [Offer((None,))]
 
 
-def extents(name: str, v: Base, n: int) -> Extents:
+def as_value(name: str, v: Base, n: int) -> Value:
     """A value as the planner reads it."""
     pairs = itertools.combinations(v.cuts, 2)
     inseparable = frozenset(frozenset(p) for p in pairs if not separable(v.ref.shape, *p, n))
-    return Extents(
+    return Value(
         name, tuple(v.cuts.items()), v.ref.dtype.itemsize, v.arrival, numel=math.prod(v.ref.shape),
         detours=inseparable, real=v.ref.dtype.is_floating_point, alone=v.free,
     )  # fmt: skip
@@ -200,8 +199,8 @@ def without_batch(
         return among([range(len(op.choices)) for op in problem.ops])
     if batch_alone(compared, solution):
         with suppress(Infeasible):
-            other = among(admitted_choices(problem, stages, batch=False))
-            return min((compared, solution), other, key=lambda pair: pair[1].largest)
+            without = among(admitted_choices(problem, stages, batch=False))
+            return min((compared, solution), without, key=lambda pair: pair[1].largest)
     return compared, solution
 
 
@@ -232,8 +231,8 @@ def admitted_choices(problem: Problem, stages: Sequence[bool], batch: bool) -> l
         )
 
     def admitted(op: Op, stage: bool) -> list[int]:
-        other = any(not c.rank and any(c.needs + c.gives) for c in op.choices)
-        refused = [c.rank and other and (not batch or (stage and spared) or uneven(op, c, stage)) for c in op.choices]
+        spares = any(not c.rank and any(c.needs + c.gives) for c in op.choices)
+        refused = [c.rank and spares and (not batch or (stage and spared) or uneven(op, c, stage)) for c in op.choices]
         return [i for i, out in enumerate(refused) if not out]
 
     return [admitted(op, stage) for op, stage in zip(problem.ops, stages)]
@@ -311,10 +310,10 @@ def pushes(
     """By value, the layout to which its maker switches it."""
     gives = {v: cut for op, pick in zip(problem.ops, picks) for v, cut in zip(op.outputs, pick.gives)}
     push: dict[int, Layout] = {}
-    for v, (first, *rest) in moves.items():
+    for v, (first, *later) in moves.items():
         if v not in gives or first.kind != "switch" or problem.values[v].fixed:
             continue
-        if gives[v] not in used.get(v, set()) and all(m.src != gives[v] for m in rest):
+        if gives[v] not in used.get(v, set()) and all(m.src != gives[v] for m in later):
             push[v] = first.dst
     return push
 

@@ -44,7 +44,7 @@ def grown(record: Record) -> Record:
     nodes = {node: copies.node(node) for node in sorted(ran, key=lambda node: node.kind == "output")}
     new.nodes = [*nodes.values()]
     for node, copy in nodes.items():
-        copy.by_sizes = {sizes: nodes[other] for sizes, other in node.by_sizes.items()}
+        copy.by_sizes = {sizes: nodes[variant] for sizes, variant in node.by_sizes.items()}
     if record.drew and record.planned:  # some stage may have begun to draw
         for node in new.nodes:
             node.draws = node.draws or None

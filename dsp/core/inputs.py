@@ -126,15 +126,15 @@ class Inputs:
         args, kwargs = list(args), dict(kwargs)
         for slot, ref, cut in self.entries:
             item = type(slot) is tuple
-            held: Any = args if type(slot) is int else kwargs
-            x = got(args, kwargs, slot) if item else held[slot]
+            holder: Any = args if type(slot) is int else kwargs
+            x = got(args, kwargs, slot) if item else holder[slot]
             local, cut = part_of(x, self.axis, cut)
             if ref is not None:
                 local = carry(self.record, local, ref, cut)
             if local is not x and item:
                 put(args, kwargs, slot, local)
             elif local is not x:
-                held[slot] = local
+                holder[slot] = local
         slots: list[tuple[Slot, Any]] = [*enumerate(args), *kwargs.items()]
         for slot, value in slots:
             if type(value) in (list, tuple, dict) and any(t.requires_grad for t in tensors_in(value)):

@@ -175,8 +175,8 @@ class Prepared:
     def add_variant(self, key: Any, node: Node) -> None:
         """Keep a node that differs from one of the record in numbers alone."""
         if len(self.added) >= VARIANTS:
-            for other in self.added:
-                self.record.by_key.pop(other, None)
+            for old in self.added:
+                self.record.by_key.pop(old, None)
             self.added, self.by_key = [], {}
         self.added.append(key)
         self.record.by_key[key] = [node]

@@ -184,8 +184,8 @@ class Meter(NodeMeter):
         """Count the memory of a tensor, or of that of which it is a view, until `alias`, which shares it, is freed."""
         base = base_of(t)
         release = self.releases.get(t if base is None else base)
-        if release is not None and (held := release.detach()) is not None:
-            self.releases[alias] = weakref.finalize(alias, held[1], *held[2])
+        if release is not None and (counted := release.detach()) is not None:
+            self.releases[alias] = weakref.finalize(alias, counted[1], *counted[2])
 
     def _freed(self, size: int, turn: int) -> None:
         if turn == self.round:
@@ -219,8 +219,8 @@ class Regions:
             return []
         if not self.running or self.running[-1] is not last:
             self.running = checkpoint_frames()[self.around :]
-            self.frames += [f for f in self.running if not any(f is other for other in self.frames)]
-        numbers = [next(i for i, other in enumerate(self.frames) if other is f) for f in self.running]
+            self.frames += [f for f in self.running if not any(f is known for known in self.frames)]
+        numbers = [next(i for i, known in enumerate(self.frames) if known is f) for f in self.running]
         return [(i, saved_in(f)) for i, f in zip(numbers, self.running)]
 
     def places(self, before: Sequence[tuple[int, int]]) -> tuple[RegionPlace, ...]:

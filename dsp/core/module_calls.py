@@ -71,8 +71,8 @@ def keep_compiled(model: nn.Module, calls: Iterable[StageCall], between: Iterabl
 
 
 def compiled_between(model: nn.Module, module: nn.Module, stages: list[Stage]) -> str:
-    path = next(name for name, other in model.named_modules() if other is module)
-    inside = [stage.name for stage in stages if any(stage.module is other for other in module.modules())]
+    path = next(name for name, m in model.named_modules() if m is module)
+    inside = [stage.name for stage in stages if any(stage.module is m for m in module.modules())]
     way = f"compile its stages instead ({', '.join(inside[:3])}{' and more' * (len(inside) > 3)})"
     if not inside:
         way = f"name it in stages, if it is independent along some dim ({path!r})"

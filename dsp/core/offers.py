@@ -28,8 +28,7 @@ from dsp.core.record import (
 from dsp.core.torch_calls import Operand
 from dsp.core.watch import KernelCall, Watch
 from dsp.core.writes import note_last_writes
-from dsp.planner import MOVES
-from dsp.planner import Value as Extents
+from dsp.planner import MOVES, Value
 from dsp.stages.methods import NOTHING_INSIDE
 from dsp.stages.notation import BATCH_NAMES, TensorPattern
 from dsp.stages.stage import Option, Stage, cut_for, fits_fold
@@ -198,7 +197,7 @@ def sums(
     """The sums over ranks of a stage's results, of which each rank keeps its shard."""
     collectives = []
     for k, (ref, _, sizes) in enumerate(results):
-        total = Extents("", ((option.onto, sizes[option.onto]),), ref.dtype.itemsize, numel=ref.shape.numel())  # type: ignore[index, attr-defined]
+        total = Value("", ((option.onto, sizes[option.onto]),), ref.dtype.itemsize, numel=ref.shape.numel())  # type: ignore[index, attr-defined]
         sent = MOVES["reduce_scatter"].sent(total, None, option.onto, record.n)
         back = MOVES["gather"].sent(total, option.onto, None, record.n)
         part = InnerPart(tuple(sent), tuple(back), result=k)

@@ -33,8 +33,9 @@ MOST = 64  # the results that an operation may have, where nobody knows how many
 class Ref(Operand):
     """A tensor of a forward, with its global shape.
 
-    number: identifies it in its record; memory: a number that it shares with its views; base: its own, or that of which
-    it is a view; maker: of a view, the node that made it.
+    number: identifies it in its record; memory: a number that it shares with its views; gradient: the reference to its
+    gradient, once a hook asked for that; base: its own, or that of which it is a view; maker: of a view, the node that
+    made it; detached: the forward detached it.
     """
 
     number: int = -1
@@ -229,19 +230,27 @@ class RegionPlace(NamedTuple):
 class Node:
     """A node, and, once it is planned, the decision: an offer, the moves before it, and those of its results.
 
-    kind: "stage", "operation", "output", or "plain" (functions of plain tensors, where they were measured); operands: a
-    `Ref`, or, of a tensor that no plan shards, its shape; rearranges: it makes no new numbers; identity: it returned
-    its first operand, unchanged; checkpointed: it lies in an activation checkpoint; regions: the places in the
-    checkpoints around it, the outermost first; operand_grads, result_grads: through it these get a gradient from the
-    outputs; draws: random numbers (None: nobody knows); cost, line, module: what it costs, the line of the user's code,
-    and the path of the module that runs it, where they were measured; view_cut: of a view, from a cut of the first
-    operand to that of the result; push: for each result, the layout to which it is switched as soon as it is made
-    (None: none); writes: the operands that it writes into; kin: the results that share memory with others on one device
-    (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell; loose: it copies only if it must; constants: of a stage,
-    the numbers that it returned beside tensors; dynamic: data may say the sizes of its results; by_sizes: its node for
-    others than its own; stateful: of a stage, it wrote to what its modules keep; no_grad: of a stage, it ran in
-    no_grad; like: the node of a plan that this one differs from in numbers alone; inside: the cost of a stage's modules
-    that communicate themselves, by the dim that it is sharded along.
+    Its call. kind: "stage", "operation", "output", or "plain" (functions of plain tensors, where they were measured);
+    name: the path of the stage, or the plain name of the function; operands: a `Ref`, or, of a tensor that no plan
+    shards, its shape; line, module: the line of the user's code, and the path of the module that runs it, where they
+    were measured; no_grad: of a stage, it ran in no_grad.
+
+    Its nature. in_place: it writes into its first operand, and returns that or nothing; writes: the operands that it
+    writes into; identity: it returned its first operand, unchanged; view: it is one in the plan, of its first operand,
+    and view_cut leads from a cut of that to one of the result; rearranges: it makes no new numbers; loose: a copy, but
+    a view where memory allows, as a reshape; kin: the results that share memory with others on one device
+    (`dsp.core.writes.kin_of`); kin_unknown: no rank can tell; draws: random numbers (None: nobody knows); dynamic: data
+    may say the sizes of its results; by_sizes: its node for others than its own; constants: of a stage, the numbers
+    that it returned beside tensors; stateful: of a stage, it wrote to what its modules keep.
+
+    Its surroundings. checkpointed: it lies in an activation checkpoint; regions: the places in the checkpoints around
+    it, the outermost first; operand_grads, result_grads: through it these get a gradient from the outputs; cost: of its
+    run on one process, if measured; inside: of a stage, the cost of its modules that communicate themselves, by the dim
+    that it is sharded along.
+
+    The decision. offers: the ways to run it; offer: that which was chosen; moves: before it; push: for each result, the
+    layout to which it is switched as soon as it is made (None: none); like: the planned node whose decision it follows,
+    since it differs from that in plain numbers alone.
     """
 
     kind: str
@@ -249,34 +258,37 @@ class Node:
     operands: list[Operand]
     call: Operation | BoundStage | None = None
     results: list[Ref] = field(default_factory=list)
-    offers: list[Offer] = field(default_factory=list)
+    line: str = ""
+    module: str = ""
+    no_grad: bool = False
+
     in_place: bool = False
-    view: bool = False
-    rearranges: bool = False
+    writes: tuple[int, ...] = ()
     identity: bool = False
+    view: bool = False
+    view_cut: Callable[[Cut], Layout] | None = None
+    rearranges: bool = False
+    loose: bool = False
+    kin: tuple[tuple[int, int], ...] = ()
+    kin_unknown: bool = False
+    draws: bool | None = False
+    dynamic: bool = False
+    by_sizes: dict[tuple[torch.Size, ...], Node] = field(default_factory=dict)
+    constants: list[Any] | None = None
+    stateful: bool = False
+
     checkpointed: bool = False
     regions: tuple[RegionPlace, ...] = ()
     operand_grads: tuple[bool, ...] = ()
     result_grads: tuple[bool, ...] = ()
-    draws: bool | None = False
     cost: Cost = FREE
-    line: str = ""
-    module: str = ""
-    view_cut: Callable[[Cut], Layout] | None = None
+    inside: dict[str | None, InsideCost] = field(default_factory=dict)
+
+    offers: list[Offer] = field(default_factory=list)
     offer: Offer | None = None
     moves: list[Relayout] = field(default_factory=list)
     push: list[Layout] = field(default_factory=list)
-    writes: tuple[int, ...] = ()
-    kin: tuple[tuple[int, int], ...] = ()
-    kin_unknown: bool = False
-    loose: bool = False
-    constants: list[Any] | None = None
-    dynamic: bool = False
-    by_sizes: dict[tuple[torch.Size, ...], Node] = field(default_factory=dict)
-    stateful: bool = False
-    no_grad: bool = False
     like: Node | None = None
-    inside: dict[str | None, InsideCost] = field(default_factory=dict)
 
     @property
     def refs(self) -> list[Ref]:
@@ -310,20 +322,27 @@ class Driver(Protocol):
 class Record:
     """The nodes of a forward on `n` ranks, in order. Tensors between stages carry it.
 
-    sizes: the sizes of the dims that the root pattern names; rules: who knows operations (`dsp.core.offers.Rules`);
-    stages: that it may call; patterns: of the inputs that have one; entry: the layout in which each input enters;
-    persistent: carriers of earlier calls that it reads, by their paths; by_key: nodes by what identifies them
-    (`dsp.core.keys`); outputs: the numbers of those that are carriers; planned: the nodes have decisions, made before
-    the first run; draws: something between stages draws random numbers, or a stage on replicated tensors; stages_draw:
-    some stage does, or may; drew: a call drew some that were not foreseen; sources: functions and stages of nodes
-    without an operand that is a `Ref`; sources_recompute: some of them are in a checkpoint; no_sources: keys of calls
+    Its inputs. sizes: the sizes of the dims that the root pattern names; patterns: of the inputs that have one; entry:
+    the layout in which each input enters; persistent: carriers of earlier calls that it reads, by their paths;
+    input_grads: the inputs that get a gradient from the outputs.
+
+    Its nodes. rules: who knows operations (`dsp.core.offers.Rules`); stages: that it may call; by_key: nodes by what
+    identifies them (`dsp.core.keys`); outputs: the numbers of those that are carriers; planned: the nodes have
+    decisions, made before the first run; priced: gives the planner's value of a tensor the bytes that its switches
+    take, where these are not those of the tensor; saved: the tensors that each checkpoint saves in all (infinite: it
+    recomputes all it ran); replans, strays: how often it was planned again, and how many calls have added nodes since
+    (`dsp.core.growth`).
+
+    Random numbers. draws: something between stages draws some, or a stage on replicated tensors; stages_draw: some
+    stage does, or may; drew: a call drew some that were not foreseen.
+
+    Sources, which make a tensor from none that a plan shards, as `torch.arange`: a rank can make its part alone.
+    sources: functions and stages of such nodes; sources_recompute: some are in a checkpoint; no_sources: keys of calls
     that are none, because what they make outlives the forward; filled: of those that fill a plain tensor into which
-    something is written, however short it is; saved: the tensors that each checkpoint saves in all (infinite: it
-    recomputes all it ran); input_grads: the inputs that get a gradient from the outputs; priced: gives the planner's
-    value of a tensor the bytes that its switches take, where these are not those of the tensor; replans, strays: how
-    often it was planned again, and how many calls have added nodes since (`dsp.core.growth`); hook_parts: the parts
-    that hooks of others saw in this call, with the `Ref` and the cut of each; in_flight: by memory, the wait for a
-    switched tensor that has not arrived (`dsp.core.carrier.arrive`).
+    something is written, however short it is.
+
+    A call that runs. hook_parts: the parts that hooks of others saw in it, with the `Ref` and the cut of each;
+    in_flight: by memory, the wait for a switched tensor that has not arrived (`dsp.core.carrier.arrive`).
     """
 
     driver: Driver

@@ -208,8 +208,8 @@ class Runner:
                 parts = self.copies.bring(node, operands, offer.needs)
         else:
             parts = self.copies.bring(node, operands, offer.needs)
-        held, brought = self.held(offer), parts
-        if not held:
+        rows, brought = self.rows(offer), parts
+        if not rows:
             parts = [with_dummy(t, cut) for t, cut in zip(parts, offer.needs)]
         versions = [*map(version, parts)]
         args, kwargs = list(args), dict(kwargs)
@@ -225,7 +225,7 @@ class Runner:
             if version(parts[i]) != before:
                 refuse_write(self.record, stage.where, operands[i], offer.needs[i])
                 wrote(self.axis, stage.where, operands[i], brought[i], offer.needs[i])
-        offer, results = self.local_results(stage, node, offer, held, out, parts)
+        offer, results = self.local_results(stage, node, offer, rows, out, parts)
         self.refuse_sizes(stage, node, offer, results, out)
         result = self.give(node, offer, map_tensors(out, results), None)
         if node.kin:
@@ -255,19 +255,19 @@ class Runner:
             node.draws = drew(self.axis, before)
 
     def local_results(
-        self, stage: Stage, node: Node, offer: Offer, held: int, out: Any, parts: Sequence[Tensor]
+        self, stage: Stage, node: Node, offer: Offer, rows: int, out: Any, parts: Sequence[Tensor]
     ) -> tuple[Offer, list[Tensor]]:
         """The results of a stage on this rank's parts, without a dummy row, and the offer that says their cuts."""
         results = tensors_in(out)
         if any(type(t) is not Tensor or isinstance(t.grad_fn, CONTEXT) for t in results):
             results = one_for_each(results, [covered(waited(plain(t))) for t in results])
         if offer.option.onto:  # type: ignore[union-attr]  # a sum over ranks
-            sums = [t if held else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
+            sums = [t if rows else torch.where(t.new_zeros((), dtype=torch.bool), t, 0) for t in results]
             results = [torch.ops.dsp.reduce_scatter(t, c.dim, self.axis.group) for t, c in zip(sums, offer.gives)]  # type: ignore[union-attr]
         if len(node.results) < len(results):
             node.kin = () if offer.option.onto else kin_of(parts, results)  # type: ignore[union-attr]
-            offer = self.added.stage_results(stage, node, results, held)
-        if not held and not offer.option.onto:  # type: ignore[union-attr]
+            offer = self.added.stage_results(stage, node, results, rows)
+        if not rows and not offer.option.onto:  # type: ignore[union-attr]
             parts = [t.narrow(cut.dim, 0, 0) for t, cut in zip(results, offer.gives)]  # type: ignore[union-attr]
             results = one_for_each(results, parts)
         return offer, results
@@ -285,7 +285,7 @@ class Runner:
                 "make stages of its submodules instead"
             )
 
-    def held(self, offer: Offer) -> int:
+    def rows(self, offer: Offer) -> int:
         """The length of the sharded dim that this rank has; 1 if there is none, or the function takes empty parts."""
         if offer.takes_empty or not sharded(offer):
             return 1

@@ -71,7 +71,7 @@ def positions(func: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(tuple("input" if name == "self" else name for name in names) for names in signatures))
 
 
-NUMBERS = frozenset({bool, int, float, str, type(None), torch.dtype})  # types of values that hold no tensor
+TENSORLESS = frozenset({bool, int, float, str, type(None), torch.dtype})  # types of values that hold no tensor
 
 
 def by_position(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -79,11 +79,11 @@ def by_position(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict
     if not tensor_args((), kwargs) or kwargs.get("out") is not None:
         return args, kwargs
     for names in positions(func):
-        placed, rest = list(args), dict(kwargs)
-        while tensor_args((), rest) and len(placed) < len(names) and names[len(placed)] in rest:
-            placed.append(rest.pop(names[len(placed)]))
-        if not tensor_args((), rest):
-            return tuple(placed), rest
+        placed, named = list(args), dict(kwargs)
+        while tensor_args((), named) and len(placed) < len(names) and names[len(placed)] in named:
+            placed.append(named.pop(names[len(placed)]))
+        if not tensor_args((), named):
+            return tuple(placed), named
     return args, kwargs
 
 

@@ -215,14 +215,14 @@ class Traits(NamedTuple):
             return None
         if kwargs:
             kwargs = {KEYWORDS.get(k, k): v for k, v in kwargs.items()}
-            if not kwargs.keys() <= taken(self.decomposition):
+            if not kwargs.keys() <= argument_names(self.decomposition):
                 return None
         with mode:
             return self.decomposition(*args, **kwargs)
 
 
 @cache
-def taken(function: Callable[..., Any]) -> frozenset[str]:
+def argument_names(function: Callable[..., Any]) -> frozenset[str]:
     """The names of a function's arguments."""
     return frozenset(inspect.signature(function).parameters)
 

@@ -109,7 +109,7 @@ class Unplanned:
             self.result(node, t, shape, cut)
         share_memory(node)
 
-    def stage_results(self, stage: Stage, node: Node, results: Sequence[Tensor], held: int) -> Offer:
+    def stage_results(self, stage: Stage, node: Node, results: Sequence[Tensor], rows: int) -> Offer:
         """Number the results of a stage, from those on this rank's part, and return the offer with their cuts."""
         assert node.offer is not None
         assert node.offer.option is not None
@@ -118,7 +118,7 @@ class Unplanned:
             if option.name is None or option.onto:
                 shape, cut = [*t.shape], None if not option.onto else Cut(p.axis_of(option.onto))
             else:
-                local = stage.result_sizes(t, p, {**sizes, option.name: max(held, 1)}, self.record.sizes)
+                local = stage.result_sizes(t, p, {**sizes, option.name: max(rows, 1)}, self.record.sizes)
                 full = {**local, option.name: option.size}
                 shape = [math.prod(full[n] for n in axis) for axis in p.axes]
                 cut = cut_for(p, shape, option.lands, full)  # type: ignore[arg-type]

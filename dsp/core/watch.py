@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from dsp.core.arguments import DIFFERENT, unrunnable, without_data_of
 from dsp.core.carrier import LOCAL, Carrier, first_carrier
 from dsp.core.record import Record
-from dsp.core.torch_calls import NUMBERS, GlueError, by_position, tensor_args
+from dsp.core.torch_calls import TENSORLESS, GlueError, by_position, tensor_args
 from dsp.core.torch_traits import UNRUNNABLE, WITHOUT_DATA, Traits, traits
 from dsp.support.private import (
     CONTEXT,
@@ -64,7 +64,7 @@ class Watch(TorchFunctionMode):
             refuse_transforms(traits(func), args, kwargs)
             return func(*args, **kwargs)
         what = traits(func)
-        if kwargs and not NUMBERS.issuperset(map(type, kwargs.values())):
+        if kwargs and not TENSORLESS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
         read = args if what.dtype_arg is None else without_data_of(args, what.dtype_arg)
         tensors = tensor_args(read, kwargs)

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.core.arguments import INDEXED, numbered, without_data_of
 from dsp.core.record import Node, Operation, Ref
-from dsp.core.torch_calls import NUMBERS, by_position, replaced, tensor_args
+from dsp.core.torch_calls import TENSORLESS, by_position, replaced, tensor_args
 from dsp.core.torch_traits import Traits, traits
 from dsp.discovery.calls import ModuleCall
 from dsp.stages.signature import Signature
@@ -47,7 +47,7 @@ class Recording(TorchFunctionMode):
             args = without_data_of(args, what.dtype_arg)
         if what.name in INDEXED:
             args = numbered(args, self)
-        if kwargs and not NUMBERS.issuperset(map(type, kwargs.values())):
+        if kwargs and not TENSORLESS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
         return self.operation(func, what, args, kwargs)
 

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from dsp.comm.collectives import added_in
 from dsp.comm.layout import separable
-from dsp.core.decide import extents
+from dsp.core.decide import as_value
 from dsp.core.record import Base, InnerCollective, InnerPart, Layout, Node, Offer, Record, Ref, Relayout, replicated
-from dsp.planner import MOVES, fuses
-from dsp.planner import Value as Extents
+from dsp.planner import MOVES, Value, fuses
 from dsp.planner.problem import kind_of
 from dsp.stages.methods import Sent, add_sent
 
@@ -253,9 +252,9 @@ class Walk:
                 yield from transfers_of("backward", node, c, back)
 
 
-def value_of(record: Record, base: Base, phase: str) -> Extents:
+def value_of(record: Record, base: Base, phase: str) -> Value:
     """A tensor as the planner reads it; in backward its gradient, which may travel in another format."""
-    value = record.priced(extents("", base, record.n))
+    value = record.priced(as_value("", base, record.n))
     return value.gradient if phase == "backward" else value
 
 
@@ -322,7 +321,7 @@ def gradients_of_inputs(record: Record) -> Iterator[Transfer]:
         if ref is not None and None not in ref.base.arrival:
             continue
         if cut is not None and ref is not None:
-            sent = tuple(MOVES["gather"].sent(extents("", ref.base, n), cut, None, n))
+            sent = tuple(MOVES["gather"].sent(as_value("", ref.base, n), cut, None, n))
             yield Transfer("backward", None, "gather", 1, sent, Relayout(ref.base, cut, None))
         else:
             size = t.shape.numel() * added_in(t.dtype).itemsize  # type: ignore[attr-defined]
