@@ -34,7 +34,9 @@ from zoo.training.model import mean_losses
 from zoo.training.optim import learning_rate
 
 WIRES = ("same", "bf16", "fp8", "int8")
-SMALL = "model.overrides.hidden=64 train.batch=16 eval.clips=32 eval.levels=4 eval.linear_floor=false optim.warmup=15"
+SMALL = (
+    "model.overrides.hidden=64 train.batch=16 eval.clips=32 eval.levels=4 eval.linear_baseline=false optim.warmup=15"
+)
 MODELS = {
     "video": f"configs/demo.yaml model.overrides.depth=2 {SMALL}",
     "mamba": f"configs/st_mamba_demo.yaml model.overrides.depth=3 model.overrides.head_dim=16 {SMALL}",

@@ -12,7 +12,7 @@ DEMOS = sorted(path for path in (ROOT / "configs").glob("*demo.yaml"))
 SHORT = ["train.steps=3", "log.every=1", "checkpoint.every=0", "wandb.mode=disabled"]
 SHORT_TASK = {  # the rest of a demo, in little
     "digit_images": ["train.batch=4", "eval={every: 3, images: 4, baselines: false}", "sample.every=0"],
-    "digits": ["train.batch=4", "eval={every: 3, clips: 4, levels: 1, linear_floor: false}", "sample.every=0"],
+    "digits": ["train.batch=4", "eval={every: 3, clips: 4, levels: 1, linear_baseline: false}", "sample.every=0"],
     "protein_synthetic": [
         "data={residues: 13, rows: 5, families: 6, depth: 8}",
         "train.batch=4",

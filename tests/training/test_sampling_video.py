@@ -248,7 +248,7 @@ def test_guidance_is_the_formula_by_hand(run, data):
     infer = cfg.create_infer(task)
     clips, fps = infer.asked(options, codec, torch.device("cpu"))
     assert (clips.size, fps) == ((5, 4, 6), 12)
-    told, none = (task.tell(task.train, [entry], [drop]) for drop in (False, True))
+    told, none = (task.conditions_of_clips(task.train, [entry], [drop]) for drop in (False, True))
     for ours, theirs in ((clips.conditions, told), (clips.none, none)):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():

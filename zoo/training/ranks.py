@@ -68,7 +68,7 @@ def process_group(
         yield device
     except Exception as error:
         if not borrowed:
-            tell(error, watch, progress)
+            report(error, watch, progress)
         raise
     finally:
         zoo.removeHandler(notes)
@@ -206,7 +206,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def tell(error: Exception, watch: Watch | None, progress: Progress) -> None:
+def report(error: Exception, watch: Watch | None, progress: Progress) -> None:
     """Print the error that ends the run, once for all ranks."""
     if getattr(error, "printed", False):
         return

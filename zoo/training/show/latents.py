@@ -98,8 +98,9 @@ class Show(video.Show):
         places = order(0, 0, len(held_out)).tolist()
         entries = [held_out[places[i % len(places)]] for i in range(count)]
         x = torch.stack([self.task.validation.latent(entry) for entry in entries])
-        conditions, texts = self.task.tell(self.task.validation, entries, [False] * count), "context" in self.task.takes
-        none = self.task.tell(self.task.validation, entries, [True] * count) if texts else None
+        folder, texts = self.task.validation, "context" in self.task.takes
+        conditions = self.task.conditions_of_clips(folder, entries, [False] * count)
+        none = self.task.conditions_of_clips(folder, entries, [True] * count) if texts else None
         titles = [entry.caption if texts else "" for entry in entries]
         if self.config.sample.prompts:
             conditions, titles = conditions | self.prompts, list(self.config.sample.prompts)

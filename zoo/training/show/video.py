@@ -63,9 +63,9 @@ class Show(task.Show):
         if self.config.sample.metrics and self.config.sample.every:
             on_first_rank(lambda: self.features is None)  # fail now rather than hours later
         flow, size = self.config.objective.name == "rectified_flow", prod(self.task.shape) * self.task.clip[0]
-        if self.config.eval.linear_floor and not (flow and size <= BASELINE_SIZE):
+        if self.config.eval.linear_baseline and not (flow and size <= BASELINE_SIZE):
             raise UserError(
-                f"eval.linear_floor needs objective.name=rectified_flow and clips of at most {BASELINE_SIZE} values"
+                f"eval.linear_baseline needs objective.name=rectified_flow and clips of at most {BASELINE_SIZE} values"
             )
 
     def real(self, count: int) -> tuple[Clips, Tensor, float]:
@@ -195,7 +195,7 @@ class Show(task.Show):
         return torch.cat(samples)
 
     def baselines(self, objective: Any) -> list[Baseline]:
-        if not getattr(self.config.eval, "linear_floor", False):
+        if not getattr(self.config.eval, "linear_baseline", False):
             return []
         return [Baseline("baseline_linear", "best linear denoiser on the same data", self.linear_baseline(objective))]
 

@@ -220,12 +220,12 @@ class Task(video.Task):
     def _read_clips(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> Inputs:
         frames = entries[0].shape[1]
         x = torch.stack([folder.latent(entry, self.here(frames)) for entry in entries])
-        conditions = self.tell(folder, entries, drop, self.here(frames))
+        conditions = self.conditions_of_clips(folder, entries, drop, self.here(frames))
         if "start" in conditions:
             conditions["start"] = self.part("start", conditions["start"], frames)
         return {"x": self.part("x", x, frames), **conditions}
 
-    def tell(
+    def conditions_of_clips(
         self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool], frames: range | None = None
     ) -> dict[str, Tensor]:
         """The conditions of clips: captions, the empty one where `drop` is True, sizes (b) and their first frames.

@@ -184,7 +184,7 @@ class Judged:
 
 @dataclass
 class Eval(Judged):
-    linear_floor: bool = option(False, "also report the best linear denoiser as a baseline (small clips only)")
+    linear_baseline: bool = option(False, "also report the best linear denoiser as a baseline (small clips only)")
 
 
 @dataclass
