@@ -1,8 +1,8 @@
 """Loading weights that were published under other names.
 
 A model's module has ``from_reference(state, **overrides)``: it reads a Config off the shapes of the tensors, builds the
-model and fills it with ``load``. What shapes do not determine, such as the number of heads, comes from the published
-size with these shapes, or from ``overrides``.
+model and fills it with ``load_renamed``. What shapes do not determine, such as the number of heads, comes from the
+published size with these shapes, or from ``overrides``.
 """
 
 import functools
@@ -24,7 +24,7 @@ Names = Callable[[str], str | list[str]]
 
 
 @torch.no_grad()
-def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: Iterable[str] = ()) -> None:
+def load_renamed(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: Iterable[str] = ()) -> None:
     """Copy a state dict into a model, in place; every name and every shape must match, else nothing is copied.
 
     A model on the meta device takes the tensors themselves, with their dtype.
@@ -56,8 +56,8 @@ def load(model: nn.Module, state: Mapping[str, Tensor], names: Names, ignore: It
 
 
 @torch.no_grad()
-def give(model: nn.Module, theirs: nn.Module, names: Names) -> None:
-    """Copy a model's weights into one that has them under other names, in place: the reverse of ``load``."""
+def write_renamed(model: nn.Module, theirs: nn.Module, names: Names) -> None:
+    """Copy a model's weights into one that has them under other names, in place: the reverse of ``load_renamed``."""
     state = theirs.state_dict()
     for name, value in model.state_dict().items():
         sources = [named] if isinstance(named := names(name), str) else named

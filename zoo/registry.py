@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zoo.contract import check
 from zoo.files import fits, read_table
 from zoo.outside import outside
-from zoo.reference import load, read_safetensors
+from zoo.reference import load_renamed, read_safetensors
 
 MODELS = {
     "evoformer": "zoo.protein.evoformer:Evoformer",
@@ -145,7 +145,7 @@ def from_export(folder: str | Path) -> nn.Module:
     if reserved := config.keys() & {"name", "size"}:
         raise ValueError(f"{file}: {min(reserved)} is not an option of {name}")
     model: Any = create(name, **config)
-    load(model, read_safetensors(file.with_name("model.safetensors")), lambda key: key)
+    load_renamed(model, read_safetensors(file.with_name("model.safetensors")), lambda key: key)
     model.objective = objective
     model.predicts_clean = model.objective.get("prediction") == "clean"
     return model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.files import read_table, read_text
 from zoo.protein.esm2 import ESM2, TOKENS, Config
-from zoo.reference import count, described, load, read_safetensors
+from zoo.reference import count, described, load_renamed, read_safetensors
 
 CLASSES = ("EsmForMaskedLM", "EsmModel")
 FREQUENCIES = "rotary_embeddings.inv_freq"
@@ -47,7 +47,7 @@ def fill(model: ESM2, state: Mapping[str, Tensor]) -> None:
     each = [state.pop(name) for name in list(state) if name.endswith(FREQUENCIES)]  # transformers 4 saved every layer's
     size = model.config.hidden // model.config.heads
     state[FREQUENCIES] = each[0] if each else 10000 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
-    load(model, state, esm_names, ignore=filter(UNUSED.match, state))
+    load_renamed(model, state, esm_names, ignore=filter(UNUSED.match, state))
 
 
 @described("EsmForMaskedLM", Config)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from zoo.protein import monomer_weights
 from zoo.protein.evoformer import Config, Evoformer
 from zoo.protein.openfold import openfold_names, stack_sizes
-from zoo.reference import load
+from zoo.reference import load_renamed
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Evoformer:
@@ -25,5 +25,5 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Evoformer:
         raise ValueError(f"these weights are of another model; missing: {missing}") from None
     model = Evoformer(Config(**{**values, "extra_depth": 0, **overrides}))
     stack = nn.ModuleDict({"blocks": model.blocks, "linear": model.single})
-    load(stack, state, openfold_names(2))
+    load_renamed(stack, state, openfold_names(2))
     return model

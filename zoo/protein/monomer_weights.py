@@ -19,7 +19,7 @@ from zoo.protein.embedding import CLASSES
 from zoo.protein.evoformer import Config, Evoformer
 from zoo.protein.openfold import openfold_names, stack_sizes
 from zoo.protein.structure_weights import openfold_structure_names
-from zoo.reference import count, load, read_safetensors
+from zoo.reference import count, load_renamed, read_safetensors
 
 MARK = "input_embedder."  # the names that only a whole model has begin so
 UNUSED = re.compile(
@@ -86,7 +86,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Evoformer:
         raise ValueError(f"these weights are of another model; missing: {missing}") from None
     with torch.device("meta"):
         model = Evoformer(config)
-    load(model, state, monomer_names, ignore=filter(UNUSED.match, state))
+    load_renamed(model, state, monomer_names, ignore=filter(UNUSED.match, state))
     return model
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from zoo.protein.openfold import openfold_names
 from zoo.protein.pairformer import Config, Pairformer
-from zoo.reference import count, load
+from zoo.reference import count, load_renamed
 
 
 def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Pairformer:
@@ -46,5 +46,5 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Pairformer:
             "pairformer_stack": nn.ModuleDict({"blocks": model.blocks}),
         }
     )
-    load(stack, state, openfold_names(3))
+    load_renamed(stack, state, openfold_names(3))
     return model

@@ -42,22 +42,22 @@ class InvariantPointAttention(nn.Module):
         self.q_points = Linear(c_s, 3 * heads * points)
         self.kv_points = Linear(c_s, 3 * heads * (points + value_points))
         self.bias = Linear(c_z, heads)
-        self.near = nn.Parameter(torch.empty(heads))
+        self.head_weights = nn.Parameter(torch.empty(heads))
         self.out = Linear(heads * (head_dim + 4 * value_points + c_z), c_s, start="zero")
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.near, math.log(math.e - 1))  # softplus(near) = 1
+        nn.init.constant_(self.head_weights, math.log(math.e - 1))  # softplus of them is 1
 
     def forward(
         self, s: Tensor, context: Tensor, pair: Tensor, rotation: Tensor, translation: Tensor, rotations: Tensor,
         translations: Tensor, mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         k, v = rearrange(self.kv(context), "b j (h p e) -> p b h j e", p=2, h=self.heads)
-        near = rearrange(self.kv_points(context), "b j (x h p) -> b j (h p) x", x=3, h=self.heads)
-        near = rearrange(to_global(near, rotations, translations), "b j (h p) x -> b h j p x", h=self.heads)
-        k_points, v_points = near.split([self.points, self.value_points], 3)
+        points = rearrange(self.kv_points(context), "b j (x h p) -> b j (h p) x", x=3, h=self.heads)
+        points = rearrange(to_global(points, rotations, translations), "b j (h p) x -> b h j p x", h=self.heads)
+        k_points, v_points = points.split([self.points, self.value_points], 3)
         rows = max(1, self.chunk // (len(s) * self.heads * context.shape[1]))
         parts = zip(*(x.split(rows, 1) for x in (s, pair, rotation, translation)))
         return concat([checkpointed(self.attend_rows, *part, k, v, k_points, v_points, mask) for part in parts], 1)
@@ -70,20 +70,20 @@ class InvariantPointAttention(nn.Module):
         q = rearrange(self.q(s), "b i (h e) -> b h i e", h=self.heads)
         points = rearrange(self.q_points(s), "b i (x h p) -> b i (h p) x", x=3, h=self.heads)
         points = rearrange(to_global(points, rotation, translation), "b i (h p) x -> b h i (p x)", h=self.heads)
-        others = k_points.flatten(3)
-        squares = points.square().sum(-1)[..., None] + others.square().sum(-1)[..., None, :] - 2 * points @ others.mT
-        weight = F.softplus(self.near.to(squares.dtype)) * (2 / (9 * self.points)) ** 0.5
+        keys = k_points.flatten(3)
+        squares = points.square().sum(-1)[..., None] + keys.square().sum(-1)[..., None, :] - 2 * points @ keys.mT
+        weight = F.softplus(self.head_weights.to(squares.dtype)) * (2 / (9 * self.points)) ** 0.5
         logits = (q @ k.mT) * q.shape[-1] ** -0.5 + rearrange(self.bias(pair), "b i j h -> b h i j")
         logits = (logits.to(squares.dtype) - 0.5 * weight[:, None, None] * squares) * 3**-0.5
         if mask is not None:
             logits = logits + MASKED * (1 - mask.to(logits.dtype))[:, None, None]
         a = logits.softmax(-1)
-        seen = rearrange(a @ v_points.flatten(3), "b h i (p x) -> b i (h p) x", x=3)
-        seen = torch.einsum("biyx,bipy->bipx", rotation, seen - translation[:, :, None])
-        lengths = (seen.square().sum(-1) + 1e-8).sqrt()
+        attended = rearrange(a @ v_points.flatten(3), "b h i (p x) -> b i (h p) x", x=3)
+        attended = torch.einsum("biyx,bipy->bipx", rotation, attended - translation[:, :, None])
+        lengths = (attended.square().sum(-1) + 1e-8).sqrt()
         a = a.to(v.dtype)
         of_pairs = torch.einsum("bhij,bijd->bihd", a, pair)
-        features = [rearrange(a @ v, "b h i e -> b i (h e)"), rearrange(seen, "b i p x -> b i (x p)"), lengths]
+        features = [rearrange(a @ v, "b h i e -> b i (h e)"), rearrange(attended, "b i p x -> b i (x p)"), lengths]
         return s + self.out(torch.cat([x.to(s.dtype) for x in (*features, of_pairs.flatten(2))], -1))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.protein.structure import StructureModule
-from zoo.reference import count, load
+from zoo.reference import count, load_renamed
 
 OPENFOLD = {
     "begin.norm": "layer_norm_s", "begin.project": "linear_in", "pair_norm": "layer_norm_z", "attend.q": "ipa.linear_q",
@@ -19,7 +19,7 @@ OPENFOLD = {
 
 def openfold_structure_names(name: str) -> list[str]:
     """The name in OpenFold and ESMFold of a parameter of the module; not for parameters of its confidence."""
-    if name == "attend.near":
+    if name == "attend.head_weights":
         return ["ipa.head_weights"]
     layer, _, kind = name.rpartition(".")
     return [f"{OPENFOLD[layer]}.{kind}"]
@@ -44,5 +44,5 @@ def from_reference(state: Mapping[str, Tensor], iterations: int = 8, **options: 
     sizes = {"head_dim": width // heads, "points": points, "value_points": value_points}
     model = StructureModule(c_s, c_z, iterations, heads, **sizes, **options)
     parts = nn.ModuleDict({name: module for name, module in model.named_children() if name != "confidence"})
-    load(parts, state, openfold_structure_names)
+    load_renamed(parts, state, openfold_structure_names)
     return model

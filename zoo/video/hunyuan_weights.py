@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.reference import Names, count, described, give, load
+from zoo.reference import Names, count, described, load_renamed, write_renamed
 from zoo.video.hunyuan import THETA, Config, HunyuanVideo
 
 CLASSES = ("HunyuanVideoTransformer3DModel",)
@@ -40,7 +40,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> HunyuanVide
     if (width := state.get("transformer_blocks.0.attn.norm_q.weight")) is not None:
         values["heads"] = hidden // len(width)
     model = HunyuanVideo(Config(**values | overrides))
-    load(model, state, diffusers_names)
+    load_renamed(model, state, diffusers_names)
     return model
 
 
@@ -102,7 +102,7 @@ def to_diffusers(model: HunyuanVideo, frames: int = 0) -> Any:
         rope_theta=THETA, rope_axes_dim=rope_axes(size),
         image_condition_type="latent_concat" if c.condition_channels else None,
     )  # fmt: skip
-    give(model, theirs, diffusers_names)
+    write_renamed(model, theirs, diffusers_names)
     return theirs
 
 

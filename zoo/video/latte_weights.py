@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo.files import read_table
-from zoo.reference import Names, count, described, give, load, read_safetensors
+from zoo.reference import Names, count, described, load_renamed, read_safetensors, write_renamed
 from zoo.video.latte import SIZES, Config, Latte
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Latte:
     if assumed := [f"{name}={values[name]}" for name in ("heads", "sample_size") if text and name not in overrides]:
         log.info("the weights do not tell %s: taken from the published model of this width", " and ".join(assumed))
     model = Latte(Config(**values))
-    load(model, state, names, ignore=() if text else ("pos_embed", "temp_embed"))
+    load_renamed(model, state, names, ignore=() if text else ("pos_embed", "temp_embed"))
     return model
 
 
@@ -78,7 +78,7 @@ def from_diffusers(
         config = (Path(source) if Path(source).is_dir() else Path(source).parent) / "config.json"
     values = config if isinstance(config, Mapping) else read_table(Path(config))
     model = Latte(Config(**published_settings(values)))
-    load(model, source if isinstance(source, Mapping) else read_safetensors(source), diffusers_names)
+    load_renamed(model, source if isinstance(source, Mapping) else read_safetensors(source), diffusers_names)
     return model
 
 
@@ -129,7 +129,7 @@ def to_diffusers(model: Latte, frames: int = 16) -> Any:
         sample_size=c.sample_size, patch_size=c.patch[1], caption_channels=c.caption_channels, video_length=frames,
         activation_fn="gelu-approximate", norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
     )  # fmt: skip
-    give(model, theirs, diffusers_names)
+    write_renamed(model, theirs, diffusers_names)
     return theirs
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.reference import count, load
+from zoo.reference import count, load_renamed
 from zoo.video.mamba import Config, Mamba1, Mamba2, STMamba
 
 
@@ -30,7 +30,7 @@ def mixer_from_reference(state: Mapping[str, Tensor], prefix: str = "", *, group
     else:
         d_state, head_dim = (channels - inner) // (2 * groups), inner // len(state["A_log"])
         mixer = Mamba2(dim, d_state, d_conv, inner // dim, head_dim=head_dim, groups=groups)
-    load(mixer, state, reference_names)
+    load_renamed(mixer, state, reference_names)
     return mixer
 
 
@@ -59,7 +59,7 @@ def from_reference(state: Mapping[str, Tensor], *, groups: int = 1, **overrides:
         layer, part, leaf = name.split(".", 2)
         return f"{prefix}{layer}.{part}.{reference_names(leaf) if part == 'mixer' else leaf}"
 
-    load(layers, state, names, ignore=[name for name in state if not name.startswith(prefix)])
+    load_renamed(layers, state, names, ignore=[name for name in state if not name.startswith(prefix)])
     return model
 
 

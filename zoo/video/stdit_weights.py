@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.reference import Names, count, described, load
+from zoo.reference import Names, count, described, load_renamed
 from zoo.video.stdit import SIZES, Config, build
 
 CLASSES = ("STDiT", "STDiT2", "STDiT3")
@@ -50,7 +50,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> nn.Module:
             raise ValueError(
                 f"{name} of these weights does not fit {which}={scale}; pass the {which} of their training"
             )
-    load(model, state, lambda name: open_sora_names(name, version), ignore=UNUSED)
+    load_renamed(model, state, lambda name: open_sora_names(name, version), ignore=UNUSED)
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.reference import Names, count, described, give, load
+from zoo.reference import Names, count, described, load_renamed, write_renamed
 from zoo.video.wan import Config, Wan
 
 CLASSES = ("WanTransformer3DModel",)
@@ -41,7 +41,7 @@ def from_reference(state: Mapping[str, Tensor], **overrides: Any) -> Wan:
     if not values["heads"]:
         raise ValueError(f"no Wan of hidden={hidden} was published: say how many heads it has, heads=")
     model = Wan(Config(**values))
-    load(model, state, diffusers_names, ignore=[name for name in state if "norm_added_q" in name])
+    load_renamed(model, state, diffusers_names, ignore=[name for name in state if "norm_added_q" in name])
     return model
 
 
@@ -84,7 +84,7 @@ def to_diffusers(model: Wan, frames: int = 0) -> Any:
         in_channels=c.in_channels, out_channels=c.out_channels, text_dim=c.caption_channels, ffn_dim=c.mlp,
         num_layers=c.depth, **image,
     )  # fmt: skip
-    give(model, theirs, diffusers_names)
+    write_renamed(model, theirs, diffusers_names)
     return theirs
 
 
