@@ -47,11 +47,19 @@ def remedy(
 
 
 def reasons(record: Record, plan: Plan) -> Iterator[tuple[str, str]]:
-    """The most expensive replicated operations, by name, each with the reason why its rule refuses a shard."""
+    """The most expensive replicated operations, by name, each with the reason: its rule refuses a shard, or it reads
+    what an earlier operation left replicated, whose rule does."""
     nodes = {(node.name, generic(node.module)): node for node in record.nodes if node.kind == "operation"}
+    makers = {r.base: node for node in record.nodes if not node.view for r in node.results}
     for node in [nodes[w.name, w.module] for w in plan.of_inputs[:OPERATIONS] if (w.name, w.module) in nodes]:
-        if (reason := refusal(node, record.n)) is not None:
-            yield node.name, reason
+        earlier = [node]
+        for cause in earlier:
+            if (reason := refusal(cause, record.n)) is not None:
+                begin = "" if cause is node else f"it reads what comes of {cause.name}(), which is replicated: "
+                yield node.name, begin + reason
+                break
+            read = [makers[v] for v in cause.bases if v in makers and not v.cuts]
+            earlier += [maker for maker in read if maker not in earlier]
 
 
 def refusal(node: Node, n: int) -> str | None:

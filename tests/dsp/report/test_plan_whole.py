@@ -205,6 +205,25 @@ def test_what_no_line_helps_is_said_too() -> None:
         dsp.discover(CASES["written graph"][0](), CASES["written graph"][1])
 
 
+class LookedUp(nn.Module):
+    """A long tensor that is looked up by numbers which no rule leaves sharded."""
+
+    stages = {"": "x=b s c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.mean(-1).cummax(1).indices % 4)
+
+
+def test_what_reads_a_replicated_tensor_names_the_operation_that_left_it_so() -> None:
+    plan = dsp.plan(LookedUp(), torch.randn(1, 9, 8), size=3, gather_output=False)
+    said = "embedding(): it reads what comes of cummax(), which is replicated: it has no rule for a sharded tensor. "
+    assert said in plan.advice
+
+
 class Normed(nn.Module):
     """Weights that are made of parameters in each forward, and are longer than the sequence."""
 
