@@ -92,9 +92,23 @@ FAULTS = [
     Fault(
         "points are seen by axes of space, not by frames",
         "zoo/protein/structure.py",
-        'seen = torch.einsum("biyx,bipy->bipx", rotation, seen - translation[:, :, None])',
-        "seen = seen - translation[:, :, None]",
+        'attended = torch.einsum("biyx,bipy->bipx", rotation, attended - translation[:, :, None])',
+        "attended = attended - translation[:, :, None]",
         "zoo/test_structure_module",
+    ),
+    Fault(
+        "a pass starts without the distances of the one before",
+        "zoo/protein/evoformer.py",
+        "z = self.recycle_distance(z, positions, positions)",
+        "z = self.recycle_distance(z)",
+        "zoo/test_openfold",
+    ),
+    Fault(
+        "the centre of a cluster is no row of it",
+        "zoo/data/protein/clusters.py",
+        "torch.ones(len(msa))",
+        "torch.zeros(len(msa))",
+        "zoo/test_openfold",
     ),
     Fault(
         "a predicted clip is taken for a velocity",
