@@ -550,7 +550,7 @@ FAULTS = [
         "dsp/comm/moves.py",
         '"small" if p.small(sp.size) else i if',
         "i if p.small(sp.size) else i if",
-        "dsp/report/test_plan_word::test_runs_send_what_is_planned",
+        "dsp/comm/test_ops::test_small_switches_share_a_call",
     ),
     Fault(
         "what an operation made is left where it was made",

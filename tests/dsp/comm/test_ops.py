@@ -429,3 +429,15 @@ def test_a_gradient_of_a_gradient_is_refused_not_dropped(mesh: DeviceMesh) -> No
     torch.testing.assert_close(g, 3 * x * x / x.numel())
     with pytest.raises(RuntimeError, match="would give wrong gradients"):
         (g.square().sum() + x.sum()).backward()
+
+
+@pytest.mark.parametrize("mesh", [3])
+@pytest.mark.parametrize(("shape", "calls"), [((1, 7, 5, 3), 1), ((1, 30, 30, 256), 2)])
+def test_small_switches_share_a_call(mesh: DeviceMesh, shape: tuple[int, ...], calls: int) -> None:
+    axis, x = Axis.of(mesh), torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    parts = [Part(axis.narrow(t, Cut(1)), Cut(1), Cut(2), x.shape) for t in (x, -x)]
+    with dsp.count_comm() as count:
+        a, b = switch_all(parts, axis)
+    assert torch.equal(a, axis.narrow(x, Cut(2)))
+    assert torch.equal(b, -a)
+    assert count.forward.calls == {"switch": calls}
