@@ -180,6 +180,8 @@ def test_what_cannot_be_predicted_is_named(folder, tmp_path, capsys) -> None:
     (tmp_path / "two.a3m").write_text("#3,4\t1,1\n>101\t102\nMKVAAWY\n")
     assert infer(folder, tmp_path / "two.a3m", "--out", tmp_path) == 2
     assert "two has 2 chains, and these weights are for single chains" in capsys.readouterr().err
+    assert infer(folder, tmp_path / "two.a3m", "--rows", 0, "--out", tmp_path) == 2
+    assert "argument --rows: 0: must be at least 1" in capsys.readouterr().err
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/model.safetensors").write_text("<html>")
     assert infer(tmp_path / "bad", tmp_path / "two.a3m", "--out", tmp_path) == 2

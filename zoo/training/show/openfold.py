@@ -1,6 +1,6 @@
 """Contacts and backbones from OpenFold's published weights of AlphaFold 2 for single chains."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,8 +30,13 @@ class Published(folder.Published):
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        add("--rows", type=int, default=ROWS, help="rows of the alignment that are centres of clusters")
-        add("--extra-rows", type=int, default=EXTRA, help="rows of the extra alignment, of those that are no centres")
+        add("--rows", type=counted, default=ROWS, help="rows of the alignment that are centres of clusters")
+        add(
+            "--extra-rows",
+            type=counted,
+            default=EXTRA,
+            help="rows of the extra alignment, of those left",
+        )
         add("--recycles", type=int, default=RECYCLES, help="further passes, each from the structure of the one before")
         add("--distogram", action="store_true", help="store the probabilities of all bins of distance, too")
         add("--seed", type=int, default=0, help="another number takes other rows of a deep alignment")
@@ -67,6 +72,13 @@ class Published(folder.Published):
         if fault := predicted.unusable():
             say(f"  {fault}")
         return files, measured
+
+
+def counted(text: str) -> int:
+    """A number of rows; the parser names the option of one below 1."""
+    if int(text) < 1:
+        raise ArgumentTypeError(f"{text}: must be at least 1")
+    return int(text)
 
 
 def features(protein: Protein, rows: int, extra: int, seed: int) -> dict[str, Tensor]:
