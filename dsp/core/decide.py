@@ -56,11 +56,18 @@ def decide(
     for node, pick in zip(nodes, choices):
         node.offer = node.offers[pick.execution]
     place(record, nodes, problem, versions.bases, choices, solution)
+    choices = [choice_of(node, op, pick) for node, op, pick in zip(nodes, ops, choices)]
     record.planned = True
     drawing = [n for n in nodes if n.kind == "stage" and n.draws is not False]
     record.draws |= any(n.draws and n.offer is not None and not any(n.offer.needs) for n in drawing)
     record.stages_draw = bool(drawing)
     return Decision(problem, solution, nodes, choices, versions.bases)
+
+
+def choice_of(node: Node, op: Op, pick: Choice) -> Choice:
+    """The choice by which a node runs: the planner's pick, or, of a source, that by which it is made as it is read."""
+    settled = node.offer is None or node.offer is node.offers[pick.execution]
+    return pick if settled else op.choices[node.offers.index(node.offer)]  # type: ignore[arg-type]
 
 
 class Versions:
@@ -124,7 +131,9 @@ def priced(op: Op, node: Node, values: Sequence[Value], n: int, memory: int | No
     for c in op.choices:
         option = node.offers[c.execution].option
         share = op.share(c, values, n) if option is None else option.share(n)
-        work, saved = 0, int(cost.saved * share)
+        copied = copy_of_replicated(node, node.offers[c.execution])
+        kept = copied if copied <= cost.saved else 0
+        work, saved = 0, int((cost.saved - kept) * share) + kept
         if option is not None:
             work = int(cost.work * share) + (node.results[0].nbytes if option.onto else 0)
         elif node.kind == "plain" and memory is not None:
@@ -133,6 +142,15 @@ def priced(op: Op, node: Node, values: Sequence[Value], n: int, memory: int | No
             saved += sum(values[v].local_bytes(k, n) for v, k in zip(op.inputs, c.needs))
         choices.append(replace(c, work=work, saved=saved))
     return replace(op, choices=tuple(choices))
+
+
+def copy_of_replicated(node: Node, offer: Offer) -> int:
+    """The bytes of the largest tensor inside a node, if that is no shorter on a rank: a copy of an operand that is
+    replicated, such as a mask in the dtype of attention. 0 if it is not."""
+    pairs = [(math.prod(t.shape), need) for t, need in zip(node.operands, offer.needs)]
+    sharded = {math.prod(r.shape) for r in node.results} | {numel for numel, need in pairs if need is not None}
+    copies = (node.cost.numel, None) in pairs and node.cost.numel not in sharded
+    return node.cost.largest if node.kind == "operation" and any(offer.needs) and copies else 0
 
 
 def replicate_before_outputs(nodes: Sequence[Node]) -> None:

@@ -152,7 +152,7 @@ class Meter(NodeMeter):
         super().restart()
         self.round += 1  # tensors of an earlier round no longer count when they are freed
         self.releases = ByTensor[Any]()
-        self.live = self.peak = self.largest = self.flops = self.operations = 0
+        self.live = self.peak = self.largest = self.numel = self.flops = self.operations = 0
         self.touched, self.inside, self.part = [0, 0], 0, 1.0
         self.heaviest = ""
 
@@ -174,7 +174,8 @@ class Meter(NodeMeter):
             if isinstance(t, Tensor):
                 size = t.numel() * t.element_size()
                 self.live += size
-                self.largest = max(self.largest, size)
+                if size > self.largest:
+                    self.largest, self.numel = size, t.numel()
                 if self.live > self.peak:
                     self.peak, self.heaviest = self.live, func.overloadpacket.__name__.strip("_")
                 self.releases[t] = weakref.finalize(t, self._freed, size, self.round)

@@ -183,7 +183,8 @@ class Cost(NamedTuple):
 
     inside: bytes touched in modules of a stage that communicate themselves; operations: those that are not views;
     recomputed: it runs again in backward; restarts: so does a checkpoint of which it is the first node, from its
-    operands, which are kept; itself: the stage is such a checkpoint; parameters: it reads parameters alone.
+    operands, which are kept; itself: the stage is such a checkpoint; parameters: it reads parameters alone; numel:
+    elements of the largest tensor.
     """
 
     flops: int = 0
@@ -197,6 +198,7 @@ class Cost(NamedTuple):
     restarts: bool = False
     itself: bool = False
     parameters: bool = False
+    numel: int = 0
 
 
 FREE = Cost()  # of a node that nobody measured

@@ -74,13 +74,13 @@ def source_ways(record: Record, node: Node) -> Iterator[tuple[Cut, Any, Any]]:
     [out], count, n = node.results, len(node.operands), record.n
     if node.name in FILLED:
         yield from ((Cut(d), [None] * count, Shard(node, Cut(d))) for d, size in enumerate(out.shape) if size > 1)
-    elif node.name in SOURCES:
-        frame = frame_of(node, [None] * count, n)
-        yield from ((cut, [None] * count, Shard(node, cut)) for cut in source_cuts(frame))
     elif node.name == "outer":  # no rule: it has no batch dims, and no carrier is as short
         yield Cut(0), (Cut(0), None), None
         yield Cut(1), (None, Cut(0)), None
     else:
+        if node.name in SOURCES:
+            frame = frame_of(node, [None] * count, n)
+            yield from ((cut, [None] * count, Shard(node, cut)) for cut in source_cuts(frame))
         for i, t in enumerate(node.operands):
             for d in (d for d, size in enumerate(t.shape) if size > 1):
                 needs = [Cut(d) if j == i else None for j in range(count)]

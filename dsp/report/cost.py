@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from dsp.core.decide import Decision
+from dsp.core.decide import Decision, copy_of_replicated
 from dsp.core.meter import forwards
 from dsp.core.record import BoundStage, Node, Record
 from dsp.glue.rules.sources import EXPANDED
@@ -32,6 +32,11 @@ class PlanStep(NamedTuple):
     @property
     def option(self) -> Option | None:
         return None if self.node.offer is None else self.node.offer.option
+
+    @property
+    def copied(self) -> int:
+        """The bytes of the longest copy of a replicated operand that it makes inside."""
+        return 0 if self.node.offer is None else copy_of_replicated(self.node, self.node.offer)
 
 
 class Loads:
@@ -74,7 +79,16 @@ class Loads:
         if step.option is not None and step.option.onto:  # each rank's sum has the full size
             parts += full
         most = step.node.cost.largest
-        return max([*parts, int(most * self.shares[step.at])]), max([*full, most])
+        return max([*parts, int(most * self.shares[step.at]), step.copied]), max([*full, most])
+
+    @cached_property
+    def copies(self) -> dict[int, int]:
+        """The bytes of the longest copy of a full value that operations make inside, by value."""
+        longest = dict[int, int]()
+        for step in self.steps:
+            for v in (v for v, cut in zip(step.op.inputs, step.choice.needs) if cut is None and step.copied):
+                longest[v] = max(longest.get(v, 0), step.copied)
+        return longest
 
     @cached_property
     def flops(self) -> list[int]:
@@ -114,6 +128,7 @@ class Loads:
         for step, (largest, _), work in zip(self.steps, self.held, self.flops):
             if step.node.kind not in ("operation", "plain") or any(cut for _, cut in step.op.layouts(step.choice)):
                 continue
+            largest = max([largest, *(self.copies.get(v, 0) for v in step.op.outputs)])
             if largest * self.size < 1.5 * self.longest or self.size == 1:
                 continue
             if step.node.kind == "operation" and not makes(step.node):  # a view, or a read of numbers

@@ -146,7 +146,8 @@ class Measure(Meter):
                 for storage in storages(t for t in self.saved if not isinstance(t, nn.Parameter)).values()
             )
         outside, inside = self.touched
-        cost = Cost(self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations)
+        measured = Cost(self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations)
+        cost = measured._replace(numel=self.numel)
         return super().value(node), cost, self.methods
 
     def write(self, node: Node, value: tuple[Any, Cost, dict[str | None, InsideCost]]) -> None:

@@ -49,7 +49,7 @@ def test_a_tensor_that_is_a_keyword_is_an_operand(mesh: DeviceMesh, name: str) -
     with Heard() as heard:
         model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t c"})
         beside(single, model, mesh, (torch.randn(2, 7, 4).double(),), rounds=2)
-    assert not [text for text in heard.texts if "failed" in text]
+    assert not heard.texts  # no rule failed, and no rank has all of a table
 
 
 def test_the_positions_of_keywords() -> None:

@@ -247,6 +247,33 @@ def test_what_is_made_of_parameters_alone_has_advice_of_its_own(trained: bool) -
     assert re.fullmatch(told, plan.advice)
 
 
+class Masked(nn.Module):
+    """Attention of two heads under a mask made of an input that nobody named."""
+
+    stages = {"": "x=b s c"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, seg: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mask = seg[:, None, :, None] == seg[:, None, None, :]
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_that_every_rank_has_counts_in_the_dtype_of_its_attention_too() -> None:
+    """Heads send less than queries, but do not cut the mask, nor what the attention makes of it."""
+    inputs = torch.randn(1, 401, 8), torch.ones(1, 401).long()
+    plan = dsp.plan(Masked(), inputs, size=4, gather_output=False)
+    assert [(w.name, w.bytes) for w in plan.whole] == [("eq", 401 * 401 * 4)]
+    assert plan.share == 1
+    assert plan.peak > 401 * 401 * (4 + 1)
+    assert "every rank runs these operations whole: eq() (628.1 KiB)" in plan.advice
+    halves = dsp.plan(Masked(), inputs, size=2, gather_output=False)  # along the queries, mask and all
+    assert (halves.share < 0.51, halves.whole) == (True, [])
+
+
 def test_what_is_written_into_a_whole_tensor_is_said_too() -> None:
     plan = dsp.plan(Written(), torch.randn(12, 6), size=3, gather_output=False)
     assert [(w.name, w.bytes) for w in plan.whole] == [("clone", 288), ("setitem", 288)]
