@@ -81,7 +81,7 @@ def kin_on_meta(
 ) -> tuple[tuple[int, int], ...] | None:
     """The same for an operation that no record has, from a call on tensors without data; None if no rank can tell.
 
-    A rank with one row does not know where the sharded dim is in memory: it asks rank 0, if that has more rows.
+    A rank with one row, or none, does not know where the sharded dim is in memory: it asks rank 0, if that has more.
     """
     if meta is None:
         return ()
@@ -91,7 +91,7 @@ def kin_on_meta(
     rows = [t.cut.local_size(t.ref.shape[t.cut.dim], axis.size, rank) for rank in range(axis.size)]
     if rows[0] == 1:
         return None
-    if 1 not in rows:
+    if min(rows) > 1:
         return kin
     answer = torch.tensor(int(axis.rank == 0 and bool(kin)), device=plain(t).device)
     return ((0, 0),) if bool(torch.ops.dsp.all_reduce(answer, axis.group)) else ()
