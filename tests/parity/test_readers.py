@@ -80,6 +80,23 @@ def allegro() -> Made:
     return model, inputs, {"": line}
 
 
+def lumina() -> Made:
+    """Two images whose texts are of two lengths, which are read, and which say where tokens are written in place."""
+    from diffusers import Lumina2Transformer2DModel
+
+    model = Lumina2Transformer2DModel(
+        sample_size=32, in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=1, num_attention_heads=6,
+        num_kv_heads=3, multiple_of=8, axes_dim_rope=(4, 2, 2), axes_lens=(64, 64, 64), cap_feat_dim=16,
+    )  # fmt: skip
+    words = torch.ones(2, 12, dtype=torch.bool)
+    words[1, 7:] = False
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 12, 12), "encoder_hidden_states": torch.randn(2, 12, 16),
+        "timestep": torch.tensor([1.0, 0.5]), "encoder_attention_mask": words, "return_dict": False,
+    }  # fmt: skip
+    return model, inputs, {"": "hidden_states=b c h w, encoder_hidden_states=b n e"}
+
+
 class Reads(nn.Module):
     """Reads its mask, and calls a model that reads it, too."""
 
@@ -108,7 +125,7 @@ def parity(mesh: DeviceMesh, build: Callable[[], Made]) -> float:
             nn.init.normal_(p, std=0.3)
         plan = dsp.plan(single, kwargs=inputs, size=mesh.size(), stages=stages)
         model = dsp.parallelize(copy.deepcopy(single), mesh, stages)
-        rounding = {"rtol": 1e-5, "atol": 1e-5} if build is allegro else {}  # parts of it compute in fp32
+        rounding = {"rtol": 1e-5, "atol": 1e-5} if build in (allegro, lumina) else {}  # parts compute in fp32
         beside(single, model, mesh, inputs, rounds=3, **rounding)
     return plan.share
 
@@ -118,9 +135,9 @@ def is_real(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("build", [slow(build) for build in (bert, t5, llama, clip, allegro, nested)])
+@pytest.mark.parametrize("build", [slow(build) for build in (bert, t5, llama, clip, allegro, lumina, nested)])
 def test_masks_are_exact_and_shared(ranks: Any, n: int, build: Callable[[], Made]) -> None:
-    if build is allegro:
+    if build in (allegro, lumina):
         pytest.importorskip("diffusers")
     share = max(ranks(parity, n, build))
     # T5 adds a bias for each head to a mask that torch.vmap makes: whole, as its plan says

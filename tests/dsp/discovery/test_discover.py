@@ -392,6 +392,25 @@ def test_one_sample_is_enough_for_stages_of_one() -> None:
     assert "# for these inputs' batch of one: pass two samples" in str(stages)
 
 
+@pytest.mark.slow
+def test_one_sample_is_enough_where_text_and_image_attend_apart_first() -> None:
+    """Flux 3: its tables of positions go to the blocks in tuples, which no pattern can name."""
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.Flux3Transformer2DModel(
+        in_channels=4, cond_in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=12, joint_attention_dim=32, timestep_channels=16, axes_dims_rope=(4, 4, 4, 4),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(1, 48, 4), "encoder_hidden_states": torch.randn(1, 12, 32),
+        "timestep": torch.tensor([0.5]), "img_ids": torch.randint(0, 9, (48, 4)),
+        "txt_ids": torch.randint(0, 9, (12, 4)), "return_dict": False,
+    }  # fmt: skip
+    stages = dsp.discover(model, kwargs=inputs)
+    assert [*stages] == [""]  # all that a plan needs is glue
+    assert stages[""].startswith("hidden_states=b (t s) c, encoder_hidden_states=1 t d")
+    assert dsp.plan(model, kwargs=inputs, size=2, stages=stages).stages
+
+
 @pytest.mark.parametrize(("name", "batch", "runs"), [long("Wan 14B", 2, 700), long("HunyuanVideo 13B", 1, 1700)])
 def test_models_at_their_real_depth_and_width(caplog, name: str, batch: int, runs: int) -> None:
     """From meta tensors: so many calls of submodules, where 40 layers have some 1000 submodules."""
