@@ -32,16 +32,16 @@ from zoo.training.account import closing, opening, resumed
 from zoo.training.comparison import compare
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
-from zoo.training.guard import Diverged, Guard, Kept, Outcome
+from zoo.training.guard import Diverged, Guard, Snapshot, StepResult
 from zoo.training.loader import batches, open_data, place, worker_ends_named
 from zoo.training.meter import Meter, log_line, named
 from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, overlap_in, without_weights
 from zoo.training.optim import (
     MovingAverage,
-    average_cut,
+    average_sharded_gradients,
     averaged,
     clip_gradients,
-    due,
+    is_due,
     learning_rate,
     optimizers,
     runs_ahead,
@@ -83,8 +83,8 @@ class Run:
     ahead: bool = False  # whether a step is taken before its numbers are on the host
     start: int = 0
     tracker: Tracker | None = None  # on rank 0
-    waiting: list[Outcome] = field(default_factory=list)  # the steps whose numbers the host has not read yet
-    last: Outcome = None  # type: ignore[assignment]  # the last step whose numbers it has read
+    waiting: list[StepResult] = field(default_factory=list)  # the steps whose numbers the host has not read yet
+    last: StepResult = None  # type: ignore[assignment]  # the last step whose numbers it has read
 
 
 def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, console: Console, owner: Owner) -> Run:
@@ -208,7 +208,7 @@ def loop(run: Run) -> bool:
                 ranks.say(log_line(step, steps, values))
                 if run.tracker:
                     run.tracker.log(step, **values)
-            wanted_now = due(config.checkpoint.every, step, steps) and not run.guard.in_row
+            wanted_now = is_due(config.checkpoint.every, step, steps) and not run.guard.in_row
             if stopping or wanted_now or step == steps:
                 save(run, step)
                 saved = step
@@ -248,16 +248,16 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
         torch.stack(list(terms.values())).sum().div(accumulation).backward()
         for name, term in terms.items():
             losses[name] = losses.get(name, 0.0) + term.detach() / accumulation
-    average_cut(run.model, run.mesh)
+    average_sharded_gradients(run.model, run.mesh)
     norm = clip_gradients(run.model, options.clip or math.inf)
-    outcome = Outcome(step, lr, losses, norm, run.guard.limit(step, run.ahead), run.stop.requested)
+    result = StepResult(step, lr, losses, norm, run.guard.limit(step, run.ahead), run.stop.requested)
     if run.ahead and not wanted_now(run, step):
-        update(run, outcome.taken)
-        run.waiting.append(outcome)
+        update(run, result.taken)
+        run.waiting.append(result)
         last = judge(run, left=1)
     else:
         judge(run)  # the earlier steps: their updates are done, that of this one is not
-        run.waiting.append(outcome)
+        run.waiting.append(result)
         last = judge(run)
         if run.guard.taken == step:
             update(run)
@@ -269,14 +269,14 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     return values | {"skipped": run.guard.skipped}, last.stopping
 
 
-def judge(run: Run, left: int = 0) -> Outcome:
+def judge(run: Run, left: int = 0) -> StepResult:
     """Judge the steps whose numbers the host has not read yet, but for the last `left`; return the one judged last."""
     try:
         while len(run.waiting) > left:
-            run.last = outcome = run.waiting.pop(0)
-            if run.guard.copies(outcome.step, outcome.loss):  # every rank has the same numbers, and decides alike
+            run.last = result = run.waiting.pop(0)
+            if run.guard.wants_copy(result.step, result.loss):  # every rank has the same numbers, and decides alike
                 run.guard.kept = kept(run)
-            run.guard.takes(outcome, run)
+            run.guard.accepts(result, run)
     except Diverged:
         with suppress(Diverged):
             judge(run)  # the device may have taken the steps that still wait: they count
@@ -297,7 +297,7 @@ def wanted_now(run: Run, step: int) -> bool:
     """Tell whether the numbers of a step are needed before the next step begins."""
     config, steps = run.config, run.config.train.steps
     every = config.log.every, config.checkpoint.every, config.eval.every, config.sample.every, config.train.sound
-    return step in (run.start + 1, steps) or any(due(number, step, steps) for number in every)
+    return step in (run.start + 1, steps) or any(is_due(number, step, steps) for number in every)
 
 
 # ------------------------------------------------------------------------------------- validation, samples, checkpoints
@@ -307,7 +307,7 @@ def assess(run: Run, step: int) -> None:
     """Validate and sample after `step`, if that is due and not done: a resumed run may have stopped before doing so."""
     config, records = run.config, run.tracker.records if run.tracker else []
     judged = any("val_loss" in record and record["step"] == step for record in records)
-    if due(config.eval.every, step, config.train.steps) and not ranks.on_first_rank(lambda: judged):
+    if is_due(config.eval.every, step, config.train.steps) and not ranks.on_first_rank(lambda: judged):
         with averaged(run.average):
             losses, by_level = evaluate(run)
         mean = sum(losses.values())
@@ -316,7 +316,7 @@ def assess(run: Run, step: int) -> None:
             terms = {f"val_{name}": value for name, value in named(losses).items()}
             run.tracker.log(step, val_loss=mean, **terms, val_losses=by_level)
     path = run.directory / "samples" / f"step-{step:08d}.{run.show.media}"
-    if due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
+    if is_due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
         run.model.eval()
         with averaged(run.average):
             samples = run.show.sample(run.predictor, run.device, run.stop.poll)
@@ -358,9 +358,9 @@ def extra(run: Run, step: int) -> dict[str, Any]:
     return {**recorded, "guard": run.guard.state(), "ranks": dist.get_world_size()}
 
 
-def kept(run: Run) -> Kept:
+def kept(run: Run) -> Snapshot:
     """A copy of the current weights, with everything else that a checkpoint of them has."""
-    return Kept(run.guard.taken, checkpoint.hold(contents(run)), extra(run, run.guard.taken))
+    return Snapshot(run.guard.taken, checkpoint.hold(contents(run)), extra(run, run.guard.taken))
 
 
 def contents(run: Run) -> checkpoint.Contents:

@@ -28,7 +28,7 @@ from zoo.training import UserError, tracking
 from zoo.training import config as cfg
 from zoo.training.estimate import saved_for_backward
 from zoo.training.model import recomputed_modules, refuse_other_parameters
-from zoo.training.optim import due
+from zoo.training.optim import is_due
 
 
 @pytest.fixture(scope="module")
@@ -595,8 +595,8 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
 
 
 def test_due():
-    assert [step for step in range(11) if due(4, step, 10)] == [4, 8, 10]
-    assert not any(due(0, step, 10) for step in range(11))
+    assert [step for step in range(11) if is_due(4, step, 10)] == [4, 8, 10]
+    assert not any(is_due(0, step, 10) for step in range(11))
 
 
 def test_parts_of_a_batch_are_those_of_the_whole(run):

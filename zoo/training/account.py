@@ -12,7 +12,7 @@ from zoo.training import UserError
 from zoo.training.dry_run import Memory, step_bytes, trainable
 from zoo.training.report import write
 from zoo.training.task import Baseline, Task
-from zoo.training.tracking import amount, duration, higher, label, number_of, size
+from zoo.training.tracking import amount, duration, higher_is_better, label, number_of, size
 
 NAMED = 8  # samples that are held out, by name; names.json has all
 
@@ -95,7 +95,7 @@ def table(
     best: dict[str, Baseline] = {}
     for baseline in baselines:
         known = best.setdefault(baseline.of, baseline)
-        if (baseline.loss > known.loss) == higher(baseline.of) and baseline.loss != known.loss:
+        if (baseline.loss > known.loss) == higher_is_better(baseline.of) and baseline.loss != known.loss:
             best[baseline.of] = baseline
     keys = sorted(filter(shown, last), key=lambda key: (key != "val_loss", not key.startswith("val_loss"), key))
     if not keys:
@@ -105,11 +105,11 @@ def table(
         dict[str, list[str]](),
     )
     for key in keys:
-        better = "higher" if higher(key) else "lower"
+        better = "higher" if higher_is_better(key) else "lower"
         row = [f"  {label(key)}", f"{last[key]:.4g}", "", f"{better} is better"]
         if key in best:
             beaten = best[key]
-            ahead = "ahead" if (last[key] > beaten.loss) == higher(key) else "behind"
+            ahead = "ahead" if (last[key] > beaten.loss) == higher_is_better(key) else "behind"
             row[2:] = f"{beaten.loss:.4g}", f"{row[3]}: the model is {'level' if last[key] == beaten.loss else ahead}"
             named.setdefault(beaten.name, []).append(label(key))
         rows.append(row)

@@ -21,7 +21,7 @@ from zoo.training.sections import Train
 USUAL, FEWEST = 100, 10  # most and fewest gradient norms of taken steps that define the usual norm
 
 
-class Outcome:
+class StepResult:
     """The losses of a step, averaged over all ranks, its gradient norm, and whether a rank was asked to stop.
 
     losses: this rank's, 0-d tensors on the device; norm: the same on every rank, 0-d; limit: a norm above it is a
@@ -75,7 +75,7 @@ class Diverged(Exception):
     """Too many steps in a row were skipped, or the last ones of the run; raised on every rank."""
 
 
-class Kept(NamedTuple):
+class Snapshot(NamedTuple):
     """Weights that gave a finite loss, with the rest of their checkpoint."""
 
     step: int  # the last step that changed them
@@ -96,7 +96,7 @@ class Guard:
         self.skipped, self.in_row = int(state.get("skipped", 0)), int(state.get("in_row", 0))
         self.sound = int(state.get("sound", 0))  # the last step whose loss was finite: its weights are known to work
         self.taken = int(state.get("taken", 0))  # the last step that changed the weights
-        self.kept: Kept | None = None  # a copy of weights that are known to work
+        self.kept: Snapshot | None = None  # a copy of weights that are known to work
 
     def state(self) -> dict[str, Any]:
         """The state from which another `Guard` goes on, as JSON."""
@@ -111,14 +111,14 @@ class Guard:
         norms = list(self.norms)[: -1 if late and self.taken == step - 1 else None][-USUAL:]
         return self.spike * _usual(norms) if self.spike and len(norms) >= FEWEST else math.inf
 
-    def copies(self, step: int, loss: float) -> bool:
+    def wants_copy(self, step: int, loss: float) -> bool:
         """Tell whether to keep a copy of the weights, which gave this loss in `step`."""
         return bool(self.every) and step % self.every == 0 and self.taken > 0 and math.isfinite(loss)
 
-    def takes(self, outcome: Outcome, run: Any) -> bool:
+    def accepts(self, result: StepResult, run: Any) -> bool:
         """Tell whether `run` takes a step. A skipped step is printed and recorded; Diverged if there were too many."""
-        step = outcome.step
-        why = self.reason(step, outcome.loss, outcome.norm, outcome.limit)
+        step = result.step
+        why = self.reason(step, result.loss, result.norm, result.limit)
         if why:
             self.check(step, why, last=step == run.config.train.steps)
             say(f"step {step} is skipped: {why}")

@@ -19,7 +19,7 @@ from zoo.training import UserError
 from zoo.training.sections import Optim
 
 
-def due(every: int, step: int, steps: int) -> bool:
+def is_due(every: int, step: int, steps: int) -> bool:
     """Tell whether an event that comes every `every` steps (0: never), and after the last, is due after `step`."""
     return every > 0 and step > 0 and (step % every == 0 or step == steps)
 
@@ -120,7 +120,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def average_cut(model: nn.Module, mesh: DeviceMesh) -> None:
+def average_sharded_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Average, over data-parallel groups, the gradients of weights that a method shards and FSDP ignores."""
     for axis in ("dp_replicate", "dp_shard"):
         over = mesh[axis]

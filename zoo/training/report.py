@@ -27,7 +27,7 @@ from zoo.training.config import saved
 from zoo.training.console import command
 from zoo.training.records import read_metrics
 from zoo.training.records import write as write_file
-from zoo.training.tracking import duration, higher, label
+from zoo.training.tracking import duration, higher_is_better, label
 
 CHARTS = (  # key of the records, title, factor
     ("loss", "training loss", 1), ("val_loss", "validation loss", 1), ("grad_norm", "gradient norm", 1),
@@ -149,7 +149,7 @@ def _results(runs: Sequence[Run]) -> Iterator[Markup]:
         levels = {k: v for k, v in baselines.items() if _judges(k, key)}
         cells = _each('<td class="n">{}</td>', (f"{run.last[key]:.4g}" if key in run.last else "" for run in runs))
         beside = "; ".join(f"{k.split('_')[1]} {v:.4g}" for k, v in levels.items())
-        better = f"{'higher' if higher(key) else 'lower'} is better"
+        better = f"{'higher' if higher_is_better(key) else 'lower'} is better"
         row = Markup('<tr><td>{}</td><td class="soft">{}</td>{}<td>{}</td></tr>')
         yield row.format(label(key), better, cells, beside)
     yield Markup("</table>")

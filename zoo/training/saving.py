@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zoo.training import checkpoint
-from zoo.training.guard import Guard, Kept
+from zoo.training.guard import Guard, Snapshot
 from zoo.training.ranks import on_first_rank, say
 from zoo.training.watch import PATIENCE
 
@@ -65,7 +65,7 @@ class Saver:
             raise path
         say(f"step {self.step}: checkpoint {path} (waited {self.stalled:.2f} s, written in {seconds:.2f} s)")
 
-    def leave_sound(self, guard: Guard, kept: Callable[[], Kept]) -> str:
+    def leave_sound(self, guard: Guard, kept: Callable[[], Snapshot]) -> str:
         """After a divergence, make weights that gave a finite loss the newest checkpoint; return a text that names it.
 
         kept: makes a copy of the current weights.

@@ -231,7 +231,7 @@ class TensorBoard:
 # ------------------------------------------------------------------------------------------------- names of measures
 
 
-def higher(key: str) -> bool:
+def higher_is_better(key: str) -> bool:
     """Tell whether higher is better for a measure: lower is for losses and distances, higher for all others."""
     return not any(word in key for word in ("loss", "distance", "rmsd"))
 

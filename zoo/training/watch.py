@@ -209,8 +209,8 @@ class Watch:
                 self.clock(len(self.peers) * (STUCK + BEAT))  # sending to stopped ranks takes a while
             ends: dict[Any, Peer] = {peer.end: peer for peer in self.peers if peer.end and not peer.left}
             for end in wait(list(ends), min(BEAT, self.timeout) / 4):
-                self._take(ends[end], received(end))
-            self._judge(self.clock())
+                self._receive(ends[end], received(end))
+            self._check(self.clock())
         if self.fault is not None and self.fault[2] and self.progress.folder is not None:
             flight.write(self.progress.folder, self.rank, self.progress, self.fault[0])
         if self.mine.is_set():
@@ -218,7 +218,7 @@ class Watch:
         if self.fault is not None and not self.closing.is_set():
             self.leave(self.fault[1])
 
-    def _take(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _receive(self, peer: Peer, message: dict[str, Any]) -> None:
         try:
             self._read(peer, message)
         except (TypeError, KeyError):  # of another version of this file: the ranks' code is compared only later
@@ -239,20 +239,20 @@ class Watch:
             if "bye" not in message:
                 self.ended = self.ended or (peer.heard, peer)
 
-    def _judge(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         if self.parent is not None and os.getppid() != self.parent:
             self._end(f"error: torchrun (process {self.parent}), which started rank {self.rank}, is gone", 1)
         if self.ended is not None and now - self.ended[0] > GRACE:
-            self._miss(self.ended[1])
+            self._on_exit(self.ended[1])
         here = [peer for peer in self.peers if not peer.left]
         for peer in here:
             if now - peer.heard > self.timeout:
                 silent = f"{peer} has not answered for {now - peer.heard:.0f} s (train.timeout)"
-                self._lose(f"{silent}: it is stopped, or its host is gone. Last it was in {peer.place}")
+                self._end_for_all(f"{silent}: it is stopped, or its host is gone. Last it was in {peer.place}")
         if self.rank == 0 and here and self.me.count:  # the start has no limit
             self._hang(now, [self.me, *here])
 
-    def _miss(self, peer: Peer) -> None:
+    def _on_exit(self, peer: Peer) -> None:
         """End the run because a rank is gone, by itself or after a signal to stop."""
         last = f"Last it was in {peer.place}"
         stopped_before = self.ended[0] - (self.progress.stopped_at - self.clock.suspended) if self.ended else 0.0
@@ -264,7 +264,7 @@ class Watch:
             )
             self._end(f"error: {message}: {late}. {last}{self.progress.resumable()}", 1)
         else:
-            self._lose(f"{peer} is gone: it was killed or it crashed. {last}")
+            self._end_for_all(f"{peer} is gone: it was killed or it crashed. {last}")
 
     def _hang(self, now: float, everyone: list[Peer]) -> None:
         """End the run if no rank goes on, and name the ranks that keep the others waiting."""
@@ -276,9 +276,9 @@ class Watch:
         named = "; ".join(f"{peer} is in {peer.place}" for peer in late[:8])
         more = f"; and {len(late) - 8} more" if len(late) > 8 else ""
         rest = "" if len(late) == len(everyone) else f"; the other {len(everyone) - len(late)} wait for it"
-        self._lose(f"nothing has moved for {quiet:.0f} s (train.timeout): {named}{more}{rest}")
+        self._end_for_all(f"nothing has moved for {quiet:.0f} s (train.timeout): {named}{more}{rest}")
 
-    def _lose(self, text: str) -> None:
+    def _end_for_all(self, text: str) -> None:
         """End the run because ranks are gone or hang; each rank writes a flight record."""
         folder = self.progress.folder
         where = f". Of each rank: python -m zoo.training.flight {folder}" if folder and self.progress.count else ""
