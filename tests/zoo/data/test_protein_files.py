@@ -307,6 +307,9 @@ def test_limits(tmp_path):
     refused(r"\d+ atoms, and the limit is 100", read_structure, STRUCTURES / "1A8O.cif.gz", max_atoms=100)
     with pytest.raises(ValueError, match=r"more than 50 residues in SEQRES, which is the limit"):
         read_structure(STRUCTURES / "1A8O.pdb.gz", max_residues=50)
+    chain = tmp_path / "chain.cif"
+    chain.write_text("data_x\nloop_\n_entity_poly_seq.entity_id\n_entity_poly_seq.mon_id\n" + "1 ALA\n" * 100_001)
+    refused("chain.cif: .*more than 100000 residues in its sequences", read_structure, chain)
     cut = tmp_path / "cut.cif.gz"
     cut.write_bytes((STRUCTURES / "1A8O.cif.gz").read_bytes()[:9000])
     refused(r"cut.cif.gz: damaged", read_structure, cut)

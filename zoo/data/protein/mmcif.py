@@ -19,6 +19,7 @@ _READ = set(
     "_entity.id _struct_asym.id _entity_poly_seq.num".split()
 )
 MOST_NAMES = 20_000  # most data names of an mmCIF file: the dictionary of the PDB has a third of it
+MOST_RESIDUES = 100_000  # most rows of a table of sequences, of all its polymers
 
 
 class _Column(list[str]):
@@ -26,6 +27,15 @@ class _Column(list[str]):
 
     def append(self, value: str) -> None:
         super().append(sys.intern(value))
+
+
+class _Sequence(_Column):
+    """A column of a table of sequences."""
+
+    def append(self, value: str) -> None:
+        if len(self) >= MOST_RESIDUES:
+            raise ValueError(f"more than {MOST_RESIDUES} residues in its sequences")
+        super().append(value)
 
 
 class _Unread(list[str]):
@@ -47,7 +57,8 @@ class _Table(MMCIF2Dict):
         if len(self) > MOST_NAMES:
             raise ValueError(f"more than {MOST_NAMES} data names")
         if value == []:
-            value = _Column() if key in _READ or key.partition(".")[2] in _READ else _Unread()
+            kind = _Sequence if key.startswith(("_entity_poly_seq.", "_pdbx_poly_seq_scheme.")) else _Column
+            value = kind() if key in _READ or key.partition(".")[2] in _READ else _Unread()
         super().__setitem__(key, value)
 
 
