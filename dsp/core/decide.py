@@ -56,18 +56,13 @@ def decide(
     for node, pick in zip(nodes, choices):
         node.offer = node.offers[pick.execution]
     place(record, nodes, problem, versions.bases, choices, solution)
-    choices = [choice_of(node, op, pick) for node, op, pick in zip(nodes, ops, choices)]
+    # of a source, that by which it is made as it is read
+    choices = [op.choices[node.offers.index(node.offer)] for node, op in zip(nodes, ops)]  # type: ignore[arg-type]
     record.planned = True
     drawing = [n for n in nodes if n.kind == "stage" and n.draws is not False]
     record.draws |= any(n.draws and n.offer is not None and not any(n.offer.needs) for n in drawing)
     record.stages_draw = bool(drawing)
     return Decision(problem, solution, nodes, choices, versions.bases)
-
-
-def choice_of(node: Node, op: Op, pick: Choice) -> Choice:
-    """The choice by which a node runs: the planner's pick, or, of a source, that by which it is made as it is read."""
-    settled = node.offer is None or node.offer is node.offers[pick.execution]
-    return pick if settled else op.choices[node.offers.index(node.offer)]  # type: ignore[arg-type]
 
 
 class Versions:
