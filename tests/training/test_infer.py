@@ -68,6 +68,10 @@ def test_what_cannot_be_done_is_said(run, tmp_path, capsys):
     assert "--frames 0: must be at least 1" in error(run, "--frames", 0)
     assert "no such folder: " in error(tmp_path / "nothing")
     assert "holds no config.yaml" in error(tmp_path)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "model_1.pt").touch()
+    assert "safetensors are read; model_1.pt may run code" in error(pickled)
     assert "is not a checkpoint; beside it there are: step-00000002, step-00000004" in error(
         run / "checkpoints/step-00000003"
     )
