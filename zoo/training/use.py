@@ -44,9 +44,9 @@ def locate(path: Path) -> tuple[Path, Path, int | None]:
     if not run.exists():
         raise UserError(f"no such folder: {run}")
     if not (run / "config.yaml").is_file():
-        pickled = sorted(path.name for path in run.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        hint = f". Of published models safetensors are read; {pickled[0]} may run code, so write it anew" if pickled else ""
-        raise UserError(f"{run} holds no config.yaml: expected the directory of a run, or one of its checkpoints{hint}")
+        names = (path.name for path in sorted(run.glob("*")) if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        pickled = next((f". {name} may run code, so it is not read: write its weights as safetensors" for name in names), "")
+        raise UserError(f"{run} holds no config.yaml: expected the directory of a run, or one of its checkpoints{pickled}")
     return run, run / "checkpoints", step
 
 
