@@ -71,7 +71,7 @@ def test_what_cannot_be_done_is_said(run, tmp_path, capsys):
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "model_1.pt").touch()
-    assert "model_1.pt may run code, so it is not read" in error(pickled)
+    assert "model_1.pt may run code and is not read" in error(pickled)
     assert "is not a checkpoint; beside it there are: step-00000002, step-00000004" in error(
         run / "checkpoints/step-00000003"
     )

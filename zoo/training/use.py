@@ -44,9 +44,11 @@ def locate(path: Path) -> tuple[Path, Path, int | None]:
     if not run.exists():
         raise UserError(f"no such folder: {run}")
     if not (run / "config.yaml").is_file():
-        names = (path.name for path in sorted(run.glob("*")) if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        pickled = next((f". {name} may run code, so it is not read: write its weights as safetensors" for name in names), "")
-        raise UserError(f"{run} holds no config.yaml: expected the directory of a run, or one of its checkpoints{pickled}")
+        text = f"{run} holds no config.yaml: expected the directory of a run, or one of its checkpoints"
+        for path in sorted(run.glob("*")):
+            if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+                raise UserError(f"{text}. {path.name} may run code and is not read: write its weights as safetensors")
+        raise UserError(text)
     return run, run / "checkpoints", step
 
 
