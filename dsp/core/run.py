@@ -101,8 +101,6 @@ class Runner:
         if unchanged:
             with LOCAL():
                 out = func(*args, **kwargs)
-            if node.kin:
-                out = one_device_result(node, out, ())
         else:
             operands = tensor_args(args, kwargs)
             parts = self.copies.bring(node, operands, offer.needs)
@@ -152,7 +150,8 @@ class Runner:
         for i in node.writes:
             refuse_write(self.record, f"{node.name}() between stages", operands[i], offer.needs[i])
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
-        usual = local is None and not (node.moves or node.writes or node.loose)
+        detaches = node.kin and not (node.view or torch.is_grad_enabled()) and any(t.requires_grad for t in operands)
+        usual = local is None and not (node.moves or node.writes or node.loose or detaches)
         unchanged = usual and in_place(operands, offer.needs) and what.name not in ATTRIBUTES_READ
         return self.prepared.put(key, shared, at, Ready(node, offer, local, unchanged))
 
