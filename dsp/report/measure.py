@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -16,12 +16,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from dsp.core.carrier import LOCAL, Carrier
-from dsp.core.meter import Meter, facts, placeholder, unpack, visible
+from dsp.core.meter import Meter, facts, unpack, visible
 from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
 from dsp.stages.methods import NOTHING_INSIDE, InsideCost, StageMethod
 from dsp.stages.stage import clean
-from dsp.support.private import FLEX, FakeTensor, checkpoint_frame, compiled_callers, storage_id
+from dsp.support.private import FLEX, checkpoint_frame, compiled_callers, saving_hooks, storage_id
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import tensors_in
 
@@ -73,6 +73,7 @@ class Measure(Meter):
         self.compiled: dict[str, None] = {}  # functions given to torch.compile that ran uncompiled
         self.reads = ""  # what reads data, and its line, if the forward does so
         self.saving = saved_tensors_hooks(self.pack, unpack)
+        self.within: saved_tensors_hooks | None = None  # of a stage in an activation checkpoint
         self.attention = VisiblePairs(self)
 
     def __enter__(self) -> Measure:
@@ -83,6 +84,8 @@ class Measure(Meter):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        if self.within is not None:  # the stage raised an error
+            self.within.__exit__()
         self.attention.__exit__(*error)
         self.saving.__exit__(*error)
 
@@ -95,15 +98,17 @@ class Measure(Meter):
         return out
 
     def pack(self, t: Tensor) -> Any:
-        with LOCAL():
-            if self.recompute and self.stage is not None and isinstance(t, FakeTensor):  # recomputed, not kept
-                return placeholder(t)
-            # a node that saves its own result, as tanh does, would hold itself for good
+        with LOCAL():  # a node that saves its own result, as tanh does, would hold itself for good
             alias = t if t.grad_fn is None and not isinstance(t, Carrier) else t.detach()
         if alias is not t:
             self.hand_on(t, alias)
         self.saved.append(alias)
         return alias
+
+    def pack_within(self, pack: Callable[[Tensor], Any], t: Tensor) -> Any:
+        """The same for a stage in an activation checkpoint, which `pack` lets drop it: a recomputation has it all."""
+        self.pack(t)
+        return pack(t)
 
     def start(self, node: Node | None = None) -> None:
         if self.flops or any(self.touched):
@@ -112,8 +117,14 @@ class Measure(Meter):
             self.plain.append(Plain(self.heaviest, path, cost, keeps, self.alone))
         super().start(node)
         self.saved, self.stage, self.methods, self.between = [], node, {}, False
+        if node is not None and checkpoint_frame() is not None and (hooks := saving_hooks(False)) is not None:
+            self.within = saved_tensors_hooks(partial(self.pack_within, hooks[0]), hooks[1])
+            self.within.__enter__()
 
     def finish(self, node: Node) -> None:
+        if self.within is not None:
+            self.within.__exit__()
+            self.within = None
         super().finish(node)
         self.saved, self.stage, self.between, self.alone = [], None, True, True
 

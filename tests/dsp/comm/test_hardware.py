@@ -167,6 +167,16 @@ def test_recomputed_stages_keep_their_inputs(name: str) -> None:
     assert free.peak < told.peak
 
 
+def test_a_recomputation_holds_all_that_its_stage_saves() -> None:
+    layers = [nn.Linear(8, 64), *(nn.GELU() for _ in range(6)), nn.Linear(64, 8)]
+    model, stages = nn.Sequential(nn.Sequential(*layers)), {"": "input=b t s c", "0": "b t [s] [c]"}
+    x = torch.empty(1, 8, 32, 8, device="meta", requires_grad=True)
+    record = dsp.plan(model, (x,), size=2, stages=stages, gather_output=False).record
+    repeated = dsp.choose(model, (x,), stages=stages, hardware=machine(), sizes=(2,), recompute=True).plans[2]
+    assert record is not None
+    assert repeated.peak >= record.nodes[0].cost.saved // 2 >= 6 * 8 * 32 * 64 * 4 // 2
+
+
 def measured(mesh: DeviceMesh) -> dsp.Link:
     return measure(mesh, nbytes=1 << 18, rounds=3)
 
