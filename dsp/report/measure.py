@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -105,10 +105,15 @@ class Measure(Meter):
         self.saved.append(alias)
         return alias
 
-    def pack_within(self, pack: Callable[[Tensor], Any], t: Tensor) -> Any:
-        """The same for a stage in an activation checkpoint, which `pack` lets drop it: a recomputation has it all."""
-        self.pack(t)
-        return pack(t)
+    def holding(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The hook of an activation checkpoint, which lets a stage drop what it saves: a recomputation has it all."""
+
+        @wraps(pack)  # by which the checkpoint is known
+        def hold(t: Tensor) -> Any:
+            self.pack(t)
+            return pack(t)
+
+        return hold
 
     def start(self, node: Node | None = None) -> None:
         if self.flops or any(self.touched):
@@ -118,7 +123,7 @@ class Measure(Meter):
         super().start(node)
         self.saved, self.stage, self.methods, self.between = [], node, {}, False
         if node is not None and checkpoint_frame() is not None and (hooks := saving_hooks(False)) is not None:
-            self.within = saved_tensors_hooks(partial(self.pack_within, hooks[0]), hooks[1])
+            self.within = saved_tensors_hooks(self.holding(hooks[0]), hooks[1])
             self.within.__enter__()
 
     def finish(self, node: Node) -> None:
