@@ -166,8 +166,9 @@ def test_a_block_sends_what_ulysses_does_and_its_joins_nothing(n: int) -> None:
         plan = dsp.plan(model, kwargs=given, size=n, stages={"": line}, gather_output=False)
         assert plan.exact
         sent[layers] = plan.bytes["forward"] / ulysses
-    assert sent[2] - sent[1] == pytest.approx(1, abs=1e-3)
-    assert 2 * sent[1] - sent[2] < 0.53  # the embedding of patches, once, and the last projection
+    for layers, bytes_of_ulysses in sent.items():
+        assert bytes_of_ulysses < layers + 0.53  # the embedding of patches, once, and the last projection
+    assert sent[2] - sent[1] < 1.05  # few blocks go along a dim that divides worse, and need no embedding's switch
 
 
 @pytest.mark.parametrize(("name", "n"), [long("Wan 14B", 3), long("HunyuanVideo 13B", 4)])
