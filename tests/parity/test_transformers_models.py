@@ -20,8 +20,12 @@ from tests.support.slow import slow_but
 
 transformers = pytest.importorskip("transformers")
 
-# where a part is whole on every rank: a mask that all heads read, positions kept in a weight, zeros added to scores
-WHOLE = {"modernbert": 0.5, "videomae": 0.5, "t5": 0.67, "wav2vec2": 1.0, "patchtst": 0.4}
+# where a part is whole on every rank: a mask that all heads read, positions kept in a weight, zeros added to scores;
+# or where fewer bytes are sent along a dim that divides worse
+WHOLE = {
+    "modernbert": 0.5, "videomae": 0.5, "t5": 0.67, "wav2vec2": 1.0, "patchtst": 0.4,
+    "audio-spectrogram-transformer": 0.38,
+}  # fmt: skip
 
 
 def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
