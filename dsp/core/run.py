@@ -150,9 +150,8 @@ class Runner:
         for i in node.writes:
             refuse_write(self.record, f"{node.name}() between stages", operands[i], offer.needs[i])
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
-        detaches = node.kin and not (node.view or torch.is_grad_enabled()) and any(t.requires_grad for t in operands)
-        usual = local is None and not (node.moves or node.writes or node.loose or detaches)
-        unchanged = usual and in_place(operands, offer.needs) and what.name not in ATTRIBUTES_READ
+        usual = local is None and not (node.moves or node.writes or node.loose)
+        unchanged = usual and in_place(node, operands, offer.needs) and what.name not in ATTRIBUTES_READ
         return self.prepared.put(key, shared, at, Ready(node, offer, local, unchanged))
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
@@ -329,8 +328,11 @@ def refuse_shape(stage: Stage, t: Tensor, expected: Sequence[int]) -> None:
         )
 
 
-def in_place(operands: Sequence[Tensor], needs: Sequence[Layout]) -> bool:
-    """Tell whether operands are in the layouts that they need, and none is a view that was made without gradient."""
+def in_place(node: Node, operands: Sequence[Tensor], needs: Sequence[Layout]) -> bool:
+    """Tell whether operands are in the layouts that they need, and none is a view that was made without gradient, or
+    gets one."""
+    if node.kin and not (node.view or torch.is_grad_enabled()) and any(t.requires_grad for t in operands):
+        return False
     pairs, views = zip(operands, needs), (t for t in operands if isinstance(t, Carrier) and t.base is not None)
     there = all(t.cut == need if isinstance(t, Carrier) else need is None for t, need in pairs)
     return there and not any(map(without_gradient, views))
