@@ -253,12 +253,9 @@ def pack(t: Tensor) -> Any:
     with LOCAL():
         if t.grad_fn is None:
             return t
-        return placeholder(t) if isinstance(t, FakeTensor) else t.detach()
-
-
-def placeholder(t: Tensor) -> Any:
-    """A function that makes another tensor like one without data."""
-    return partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        if isinstance(t, FakeTensor):
+            return partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        return t.detach()
 
 
 def unpack(packed: Any) -> Tensor:

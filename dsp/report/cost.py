@@ -86,8 +86,9 @@ class Loads:
         """The bytes of the longest copy of a full value that operations make inside, by value."""
         longest = dict[int, int]()
         for step in self.steps:
-            for v in (v for v, cut in zip(step.op.inputs, step.choice.needs) if cut is None and step.copied):
-                longest[v] = max(longest.get(v, 0), step.copied)
+            if copied := step.copied:
+                full = (v for v, cut in zip(step.op.inputs, step.choice.needs) if cut is None)
+                longest |= {v: max(longest.get(v, 0), copied) for v in full}
         return longest
 
     @cached_property

@@ -122,8 +122,9 @@ class Measure(Meter):
             self.plain.append(Plain(self.heaviest, path, cost, keeps, self.alone))
         super().start(node)
         self.saved, self.stage, self.methods, self.between = [], node, {}, False
-        if node is not None and checkpoint_frame() is not None and (hooks := saving_hooks(False)) is not None:
-            self.within = saved_tensors_hooks(self.holding(hooks[0]), hooks[1])
+        if node is not None and checkpoint_frame() is not None:
+            pack, restore = saving_hooks(False)
+            self.within = saved_tensors_hooks(self.holding(pack), restore)
             self.within.__enter__()
 
     def finish(self, node: Node) -> None:
@@ -162,8 +163,9 @@ class Measure(Meter):
                 for storage in storages(t for t in self.saved if not isinstance(t, nn.Parameter)).values()
             )
         outside, inside = self.touched
-        measured = Cost(self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations)
-        cost = measured._replace(numel=self.numel)
+        cost = Cost(
+            self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations, numel=self.numel
+        )
         return super().value(node), cost, self.methods
 
     def write(self, node: Node, value: tuple[Any, Cost, dict[str | None, InsideCost]]) -> None:

@@ -351,10 +351,9 @@ class Plan:
             ),
         ]
 
-    def idle(self, least: float = 0) -> list[str]:
-        """A sentence for each dim that is too short to give all ranks a part of some stages; `least`: the least share
-        of idle ranks."""
-        return idle_ranks(self.size, [(r.name, r.layout, r.idle) for r in self.stages], least)
+    def idle(self) -> list[str]:
+        """A sentence for each dim that is too short to give all ranks a part of some stages."""
+        return idle_ranks(self.size, [(r.name, r.layout, r.idle) for r in self.stages])
 
     def _timing(self, hardware: Hardware) -> list[str]:
         link, e, calls = hardware.axis(self.size, self._mostly), self.estimate, sum(self.calls.values())
@@ -400,15 +399,14 @@ def _once(rows: Sequence[tuple[StageRow, int]], lines: bool, longest: int) -> It
         i += period * times
 
 
-def idle_ranks(size: int, stages: Iterable[tuple[str, str | None, int]], least: float = 0) -> list[str]:
+def idle_ranks(size: int, stages: Iterable[tuple[str, str | None, int]]) -> list[str]:
     """A sentence for each dim that is too short to give all of `size` ranks a part of some stages.
 
-    stages: of each call the name, the sharded dim (None: replicated) and the number of idle ranks; least: the least
-    share of idle ranks.
+    stages: of each call the name, the sharded dim (None: replicated) and the number of idle ranks.
     """
     names: dict[tuple[int, str], dict[str, None]] = {}
     for name, along, idle in stages:
-        if idle > 0 and idle >= least * size and along is not None:
+        if idle > 0 and along is not None:
             names.setdefault((idle, along), {})[generic(name)] = None
     return [
         f"{idle} of {size} ranks have nothing to do in {', '.join(of)}: {along!r} is too short for them"

@@ -142,7 +142,7 @@ def ours(model: Any, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     Several layers there with one lora_A are one adapter of its rank; with several, their ranks add up. ValueError: an
     adapter of a layer that the model does not have, or of other sizes.
     """
-    layout, pairs_of, left = Layout.of(model), dict[str, Pair](), set(pairs)
+    layout, adapters, left = Layout.of(model), dict[str, Pair](), set(pairs)
     for name, layer in layers(model, nn.Linear).items():
         names = layout.theirs(name)
         given = [pairs.get(theirs) for theirs in names]
@@ -156,13 +156,13 @@ def ours(model: Any, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
             )
         first = next(pair[0] for pair in given if pair)
         if all(pair and torch.equal(pair[0], first) for pair in given):
-            pairs_of[name] = first, torch.cat([pair[1] for pair in given if pair])
+            adapters[name] = first, torch.cat([pair[1] for pair in given if pair])
             continue
         blocks = [pair or (first[:0], first.new_zeros(rows, 0)) for pair in given]
-        pairs_of[name] = torch.cat([a for a, _ in blocks]), torch.block_diag(*(b for _, b in blocks))
+        adapters[name] = torch.cat([a for a, _ in blocks]), torch.block_diag(*(b for _, b in blocks))
     if left:
         raise ValueError(f"{len(left)} adapters are of layers that the model does not have, such as {min(left)}")
-    return pairs_of
+    return adapters
 
 
 @torch.no_grad()

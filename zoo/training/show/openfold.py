@@ -30,13 +30,8 @@ class Published(folder.Published):
 
     def arguments(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        add("--rows", type=counted, default=ROWS, help="rows of the alignment that are centres of clusters")
-        add(
-            "--extra-rows",
-            type=counted,
-            default=EXTRA,
-            help="rows of the extra alignment, of those left",
-        )
+        add("--rows", type=count, default=ROWS, help="rows of the alignment that are centres of clusters")
+        add("--extra-rows", type=count, default=EXTRA, help="rows of the extra alignment, of those left")
         add("--recycles", type=int, default=RECYCLES, help="further passes, each from the structure of the one before")
         add("--distogram", action="store_true", help="store the probabilities of all bins of distance, too")
         add("--seed", type=int, default=0, help="another number takes other rows of a deep alignment")
@@ -74,7 +69,7 @@ class Published(folder.Published):
         return files, measured
 
 
-def counted(text: str) -> int:
+def count(text: str) -> int:
     """A number of rows; the parser names the option of one below 1."""
     if int(text) < 1:
         raise ArgumentTypeError(f"{text}: must be at least 1")
