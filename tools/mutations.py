@@ -129,7 +129,7 @@ FAULTS = [
         "dsp/core/watch.py",
         "    if what.name in UNRUNNABLE:",
         "    if False:",
-        "dsp/core/test_record::test_what_is_refused_is_named_with_its_line_though_the_forward_went_on",
+        "dsp/core/test_record::test_a_refusal_names_its_line_though_the_forward_went_on",
     ),
     Fault(
         "a graph forgets where gradients are switched off",
@@ -185,14 +185,14 @@ FAULTS = [
         "dsp/comm/observers.py",
         "ctx.observer = None if observer is None else observer.for_backward()",
         "ctx.observer = None",
-        "dsp/report/test_plan_word",
+        "dsp/report/test_plan_vs_traffic",
     ),
     Fault(
         "nobody hears what a checkpoint sends again",
         "dsp/core/checkpoints.py",
         "with observing(self.observer), ",
         "with observing(None), ",
-        "dsp/report/test_plan_word",
+        "dsp/report/test_plan_vs_traffic",
     ),
     Fault(
         "the gradient of an input is not divided by N",
@@ -234,7 +234,7 @@ FAULTS = [
         "dsp/comm/layout.py",
         "return inner == 1 or size % n == 0",
         "return True",
-        "dsp/glue/test_prover::test_what_a_rule_accepts_is_right",
+        "dsp/glue/test_prover::test_accepted_layouts_are_right",
     ),
     Fault(
         "any road out of a sharded tensor is let through",
@@ -290,7 +290,7 @@ FAULTS = [
         "dsp/glue/rules/shape.py",
         "return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)",
         "return Outcome(out, x.shape[cut.dim], view=True)",
-        "dsp/glue/test_prover::test_what_a_rule_accepts_is_right",
+        "dsp/glue/test_prover::test_accepted_layouts_are_right",
     ),
     Fault(
         "a compiled module is another one than the pattern names",
@@ -347,14 +347,14 @@ FAULTS = [
         "dsp/report/cost.py",
         "if largest * self.size < 1.5 * self.longest or self.size == 1:",
         "if self.size:",
-        "dsp/report/test_plan_whole::test_what_no_line_helps_is_said_too",
+        "dsp/report/test_plan_whole::test_advice_where_no_line_helps",
     ),
     Fault(
         "a whole tensor that is written in place counts as nothing",
         "dsp/report/cost.py",
         "return node.in_place or any(",
         "return any(",
-        "dsp/report/test_plan_whole::test_what_is_written_into_a_whole_tensor_is_said_too",
+        "dsp/report/test_plan_whole::test_writes_into_a_replicated_tensor_are_listed",
     ),
     Fault(
         "what is long may run whole where it need not",
@@ -375,7 +375,7 @@ FAULTS = [
         "dsp/core/decide.py",
         "    if batch_alone(compared, solution):",
         "    if False:",
-        "dsp/core/test_plan_least::test_what_runs_along_batch_alone_leaves_no_third_rank_idle",
+        "dsp/core/test_plan_least::test_batch_is_sharded_only_where_few_ranks_are_idle",
     ),
     Fault(
         "dims of size 1 keep strides by which torch goes wrong",
@@ -389,7 +389,7 @@ FAULTS = [
         "dsp/report/traffic.py",
         "        if target.maker is None and layout in copies:",
         "        if False:",
-        "dsp/core/test_shared_memory::test_what_is_written_in_another_layout_stays_in_it",
+        "dsp/core/test_shared_memory::test_a_tensor_stays_in_the_layout_it_was_written_in",
     ),
     Fault(
         "small switches of what enters one node share no call",
@@ -459,7 +459,7 @@ FAULTS = [
         "dsp/glue/rules/joins.py",
         "mark = 1 + max(*x.shape, *lengths)",
         "mark = 1 + max(x.shape)",
-        "dsp/glue/test_prover::test_what_a_rule_accepts_is_right",
+        "dsp/glue/test_prover::test_accepted_layouts_are_right",
     ),
     Fault(
         "a record grows by no stages",
@@ -494,7 +494,7 @@ FAULTS = [
         "dsp/core/inputs.py",
         "self.record.persistent[paths[id(t)]] = t.ref",
         "pass",
-        "dsp/core/test_kept::test_a_sharded_kv_cache_over_ten_chunks",
+        "dsp/core/test_persistent_state::test_a_sharded_kv_cache_over_ten_chunks",
     ),
     Fault(
         "what is whole already is switched once more",
@@ -529,14 +529,14 @@ FAULTS = [
         "dsp/core/run.py",
         "if self.record.in_flight and not only_views(",
         "if False and not only_views(",
-        "dsp/overlap/test_ahead::test_nothing_is_read_before_its_all_to_all_arrives",
+        "dsp/overlap/test_async_switch::test_nothing_is_read_before_its_all_to_all_arrives",
     ),
     Fault(
         "a stage waits for what it may reach",
         "dsp/core/run.py",
         "if self.record.in_flight:  # it may hold",
         "if False:  # it may hold",
-        "dsp/overlap/test_ahead::test_nothing_is_read_before_its_all_to_all_arrives",
+        "dsp/overlap/test_async_switch::test_nothing_is_read_before_its_all_to_all_arrives",
     ),
     Fault(
         "gradients of switches under way at once come back in the pieces they went in",
@@ -557,14 +557,14 @@ FAULTS = [
         "dsp/core/run.py",
         "(not node.push or node.push[0] in (None, offer.gives[0]))",
         "True",
-        "dsp/overlap/test_ahead",
+        "dsp/overlap/test_async_switch",
     ),
     Fault(
         "a result is switched at once though a use needs it as it was made",
         "dsp/core/decide.py",
         "if gives[v] not in used.get(v, set()) and all(",
         "if all(",
-        "dsp/report/test_traffic dsp/report/test_plan_word dsp/core/test_random_models",
+        "dsp/report/test_traffic dsp/report/test_plan_vs_traffic dsp/core/test_random_models",
     ),
     Fault(
         "what missed a write is read as it was",
@@ -592,7 +592,7 @@ FAULTS = [
         "dsp/discovery/dims.py",
         "if size == 0:",
         "if whole and not parts:",
-        "dsp/core/test_nothing",
+        "dsp/core/test_empty_ranks",
     ),
     Fault(
         "a forward that reads its data raises what torch does",
@@ -648,14 +648,14 @@ FAULTS = [
         "dsp/verify/check.py",
         "CALLS = 3",
         "CALLS = 1",
-        "dsp/verify/test_check::test_what_one_call_does_not_show_is_found",
+        "dsp/verify/test_check::test_faults_after_the_first_call_are_found",
     ),
     Fault(
         "softmax takes a part of nothing for one whose largest is 0",
         "dsp/glue/rules/statistics.py",
         "return torch.stack([top, (t - near).exp().sum(over, keepdim=True)])",
         "return torch.stack([near, (t - near).exp().sum(over, keepdim=True)])",
-        "dsp/glue/test_prover::test_what_a_rule_accepts_is_right",
+        "dsp/glue/test_prover::test_accepted_layouts_are_right",
     ),
     Fault(
         "a graph holds whatever numbers come with the inputs",
@@ -690,14 +690,14 @@ FAULTS = [
         "dsp/core/parallel.py",
         "if record.in_flight:  # the forward raised",
         "if False:  # the forward raised",
-        "dsp/overlap/test_ahead",
+        "dsp/overlap/test_async_switch",
     ),
     Fault(
         "a recomputation is planned beyond the last tensor that its checkpoint saves",
         "dsp/report/traffic.py",
         "ends = place.after < record.saved[region]",
         "ends = True",
-        "dsp/report/test_traffic dsp/report/test_plan_word",
+        "dsp/report/test_traffic dsp/report/test_plan_vs_traffic",
     ),
     Fault(
         "a record that grew is planned again for every call that adds to it",

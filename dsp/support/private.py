@@ -1,7 +1,7 @@
 """The parts of torch that torch may change without notice, each under one name, with what dsp uses it for.
 
-`test_private.py` has a case for each name, and says which one broke. No other file of dsp uses private names of torch,
-except `torch._C.DisableTorchFunction` and its like, which torch's documentation shows, and names of ops.
+`test_torch_internals.py` has a case for each name, and says which one broke. No other file of dsp uses private names of
+torch, except `torch._C.DisableTorchFunction` and its like, which torch's documentation shows, and names of ops.
 """
 
 from __future__ import annotations

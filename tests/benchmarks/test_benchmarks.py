@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.slow import slow, slow_but
+from tests.support.slow import keep_short, slow
 
 SCRIPTS = ROOT / "benchmarks"
 
@@ -336,7 +336,7 @@ def test_every_result_says_where_it_is_from(script) -> None:
 PICTURES = ["wire", "cluster", "memory", "cost-model", "decoding", "fold-memory", "ribbon"]
 
 
-@pytest.mark.parametrize("name", slow_but(PICTURES, "wire", "ribbon"))
+@pytest.mark.parametrize("name", keep_short(PICTURES, only=["wire", "ribbon"]))
 def test_pictures_are_drawn_of_the_results(script, tmp_path: Path, name: str) -> None:
     """``python benchmarks/draw.py`` after every measurement; by the version that is pinned, but for last digits."""
     draw, matplotlib = script("draw"), pytest.importorskip("matplotlib")

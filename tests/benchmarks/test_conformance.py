@@ -122,7 +122,7 @@ def test_who_raised(script) -> None:
     assert failure(dies_inside).kind == "raw error"
 
 
-def test_what_is_documented_bears_a_dagger(script) -> None:
+def test_documented_refusals_bear_a_dagger(script) -> None:
     refused, exact = script.Verdict("refused"), script.Verdict("exact")
 
     def said(method: str, circumstance: str, output: Any, backward: Any = None) -> str:
@@ -169,7 +169,7 @@ def test_the_page_has_the_rows_that_the_script_makes(script) -> None:
         assert method.how in page
 
 
-def test_what_the_page_says_in_words(script) -> None:
+def test_verdicts_of_the_page(script) -> None:
     tables = {table: script.read(script.PAGE.read_text(), table) for table in ("attention", "models")}
     for table, found in tables.items():
         own = {row: text for (row, column), text in found.items() if column == "dsp" and not set(row) <= {"-"}}
@@ -213,7 +213,7 @@ def test_a_ring_that_is_turned(script) -> None:
 
 
 @pytest.mark.measurement
-def test_what_is_not_installed_is_said(script, tmp_path: Path) -> None:
+def test_a_missing_package_is_named(script, tmp_path: Path) -> None:
     """Without a package its column stays."""
     hidden = tmp_path / "sitecustomize.py"
     hidden.write_text("import sys; sys.modules['deepspeed'] = None\n")

@@ -24,7 +24,7 @@ def at_work(which: str, tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_what_fails_hangs_or_dies_is_in_the_report(tmp_path: Path) -> None:
+def test_failed_hung_and_dead_parts_are_in_the_report(tmp_path: Path) -> None:
     found, kept = at_work("failing", tmp_path)
     status = {name: part["status"] for name, part in found.items()}
     assert status == {

@@ -183,7 +183,7 @@ def test_names_that_an_installed_package_gives(folder):
     assert type(cfg.create_task(cfg.load(["model.yaml", "model.name=conv"])).create()).__name__ == "ConvTime"
 
 
-def test_what_a_module_of_the_users_raises_is_its_own(folder):
+def test_errors_of_a_users_module_are_raised_unchanged(folder):
     (folder / "convtime.py").write_text("import not_installed_anywhere")
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
         outside("convtime:ConvTime", "zoo.models")

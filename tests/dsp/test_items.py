@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 
 
 class Joint(nn.Module):
@@ -65,7 +65,7 @@ def test_a_list_of_samples_is_exact(mesh: DeviceMesh, count: int) -> None:
     kwargs = inputs(count)
     single = Joint().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
-    beside(single, model, mesh, kwargs)
+    assert_step_equal(single, model, mesh, kwargs)
     plan = dsp.plan(single, kwargs=kwargs, size=mesh.size())
     with torch.no_grad(), dsp.count_comm() as comm:
         model(**kwargs)
@@ -101,7 +101,7 @@ def test_discover_finds_one_pattern_for_all_items() -> None:
     assert all(layouts)
 
 
-def test_what_is_no_list_of_tensors_is_said() -> None:
+def test_lists_of_other_values_are_refused() -> None:
     kwargs = inputs(2)
     with pytest.raises(dsp.NotationError, match="whose value is a list, not a tensor, nor a list or tuple of tensors"):
         dsp.plan(Joint(), kwargs={**kwargs, "x": [*kwargs["x"], None]}, size=2)

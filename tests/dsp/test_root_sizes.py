@@ -111,7 +111,7 @@ def test_one_name_will_do_for_what_stays_together() -> None:
         (Folded, (torch.randn(8, 4, toys.C), 3), {**FOLDED, "": "x=(b t) s c, num_frames=t"}, "not a multiple of t=3"),
     ],
 )  # fmt: skip
-def test_what_is_not_told_is_asked_for(build: Any, args: tuple[Any, ...], stages: dict[str, str], message: str) -> None:
+def test_unstated_sizes_are_asked_for(build: Any, args: tuple[Any, ...], stages: dict[str, str], message: str) -> None:
     with pytest.raises(NotationError, match=message):
         dsp.plan(build(), args, size=2, stages=stages, gather_output=False)
 

@@ -29,7 +29,7 @@ from dsp.support.tensors import tensors_in
 from tests.support import known_models as known
 from tests.support.paths import ROOT
 from tests.support.runs import launched
-from tests.support.slow import long, slow, slow_but
+from tests.support.slow import keep_short, long, slow
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -109,7 +109,7 @@ def test_a_pipeline_gives_the_video_of_one_process(mesh: DeviceMesh, name: str, 
             torch.testing.assert_close(mine.std, theirs.std, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_known_is_what_the_table_shows() -> None:
+def test_known_models_are_those_of_the_table() -> None:
     """The package's line of each class is the one that tests/support/known_models.py holds to one process."""
     shown: dict[str, Any] = {}
     for name, case in (known.CASES | known.MORE).items():
@@ -138,7 +138,7 @@ def known_models() -> list[str]:
     return [name for name in known.CASES | known.MORE if name in table()["models"]]
 
 
-@pytest.mark.parametrize("name", slow_but(known_models(), "LTXVideoTransformer3DModel", "UNetMotionModel"))
+@pytest.mark.parametrize("name", keep_short(known_models(), only=["LTXVideoTransformer3DModel", "UNetMotionModel"]))
 def test_halves_of_a_batch_are_the_batch(name: str) -> None:
     """Every argument of a known class is cut that has to be, and no other."""
     case = (known.CASES | known.MORE)[name]

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 import zoo
-from tests.support.beside import beside
 from tests.support.evoformer_cases import CASES, build, inputs
-from tests.support.slow import long, slow_but
+from tests.support.parity import assert_step_equal
+from tests.support.slow import keep_short, long
 from zoo.protein import layers, pair_layers
 
 LINEAR = "no blocks"
@@ -23,7 +23,7 @@ every_case = pytest.mark.parametrize("case", CASES)
 # In parallel
 
 
-@pytest.mark.parametrize("case", slow_but([*CASES, LINEAR], "evoformer"))
+@pytest.mark.parametrize("case", keep_short([*CASES, LINEAR], only=["evoformer"]))
 @pytest.mark.parametrize("mesh", [long(2), 3])
 def test_outputs_and_every_gradient(mesh: DeviceMesh, case: str) -> None:
     """On two ranks with masks, and some inputs that arrive sharded."""
@@ -32,7 +32,7 @@ def test_outputs_and_every_gradient(mesh: DeviceMesh, case: str) -> None:
     given = dict(whole)
     for name in {"msa", "deletions", "msa_mask", "couplings"} & whole.keys() if two else ():
         given[name] = dsp.split(whole[name], mesh, 1 if name == "couplings" else 2)
-    beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, whole, given)
+    assert_step_equal(single, dsp.parallelize(model, mesh, gather_output=False), mesh, whole, given)
 
 
 def dropped(mesh: DeviceMesh) -> Tensor:

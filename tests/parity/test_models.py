@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 import dsp
 from dsp.support.tensors import tensors_in
 from tests.support import cases, third_party, toys
-from tests.support.beside import beside, weighted
+from tests.support.parity import assert_step_equal, weighted
 from tests.support.registry import CASES, DISCOVERED, built, discovered, plain, recomputing, sample, stages_of, step
 from tests.support.shares import shares
-from tests.support.slow import long, slow, slow_but
+from tests.support.slow import keep_short, long, slow
 
 OF_A_KIND = {  # of the zoo's; others show the same
     "transformer2d", "transformer2d-class", "latte", "latte-class", "stdit-v1", "stdit-v2", "st_mamba", "st_mamba-sst",
@@ -80,7 +80,7 @@ def test_outputs_and_every_gradient(
     for size in [*lengths, lengths[0]]:
         inputs = case.inputs(*size)
         single.zero_grad()
-        beside(single, model, mesh, inputs, loss=weighted)
+        assert_step_equal(single, model, mesh, inputs, loss=weighted)
         if name in cases.CASES:  # whose second call is like the first
             return
         if name in third_party.MODELS:
@@ -112,7 +112,7 @@ def sent(ranks: Any, n: int, name: str, size: tuple[int, ...], ckpt: bool) -> tu
 
 @pytest.mark.parametrize("ckpt", [False, slow(True)])
 @pytest.mark.parametrize(
-    "name", slow_but(SENT, "Grid", "Folded", "Pair", "Branches", "Global", "Windows", "Stretches", "Mixers")
+    "name", keep_short(SENT, only=["Grid", "Folded", "Pair", "Branches", "Global", "Windows", "Stretches", "Mixers"])
 )
 def test_bytes_and_calls_are_those_of_the_plan(ranks: Any, name: str, ckpt: bool) -> None:
     """A plan adds up the busiest rank of each move: of uneven sizes not always the same one, so each sends less."""
@@ -187,12 +187,12 @@ CHECKED = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "name"), slow_but(CHECKED, (2, "Loss"), (3, "axial-image-colour")))
+@pytest.mark.parametrize(("mesh", "name"), keep_short(CHECKED, only=[(2, "Loss"), (3, "axial-image-colour")]))
 def test_check_passes(mesh: DeviceMesh, name: str) -> None:
     check(mesh, name)
 
 
-@pytest.mark.parametrize("name", slow_but(DISCOVERED, "Folded", "Unplanned", "axial", but=IN_CI))
+@pytest.mark.parametrize("name", keep_short(DISCOVERED, only=["Folded", "Unplanned", "axial"], in_slow=IN_CI))
 def test_discovered_stages_are_exact(ranks: Any, name: str) -> None:
     ranks(check, 3, name, dict(discovered(name)))
 
@@ -201,7 +201,7 @@ DEARER = [name for name in DISCOVERED if name not in toys.TOYS and name != "axia
 QUICK = [name for name in DISCOVERED if name not in (*DEARER, "Unplanned")]
 
 
-@pytest.mark.parametrize("name", [*map(long, DEARER), *slow_but(QUICK, "Grid", "Folded", "Global")])
+@pytest.mark.parametrize("name", [*map(long, DEARER), *keep_short(QUICK, only=["Grid", "Folded", "Global"])])
 def test_discovered_stages_send_no_more_than_those_by_hand(name: str) -> None:
     stages, hand = discovered(name), stages_of(CASES[name], built(name))
     for batch, frames, size in ((1, 7, 2), (1, 7, 3), (2, 8, 4)):

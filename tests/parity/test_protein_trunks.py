@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.shares import shares
 
 pytest.importorskip("openfold3", reason="openfold3 is installed without its dependencies: see .ci/run")
@@ -138,7 +138,7 @@ def parity(mesh: DeviceMesh, kind: str, shapes: list[tuple[int, int]], gather: b
     warnings.filterwarnings("ignore", "CUDA is not available")  # the models ask for CUDA's autocast
     for shape in shapes:
         single.zero_grad()
-        beside(single, model, mesh, inputs(kind, *shape, config), loss=loss_of)
+        assert_step_equal(single, model, mesh, inputs(kind, *shape, config), loss=loss_of)
 
 
 @pytest.mark.parametrize("kind", ["evoformer", "opm first", "trunk"])

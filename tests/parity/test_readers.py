@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.slow import slow
 
 TEXT = {"": "input_ids=b l, attention_mask=b l"}
@@ -126,7 +126,7 @@ def parity(mesh: DeviceMesh, build: Callable[[], Made]) -> float:
         plan = dsp.plan(single, kwargs=inputs, size=mesh.size(), stages=stages)
         model = dsp.parallelize(copy.deepcopy(single), mesh, stages)
         rounding = {"rtol": 1e-5, "atol": 1e-5} if build in (allegro, lumina) else {}  # parts compute in fp32
-        beside(single, model, mesh, inputs, rounds=3, **rounding)
+        assert_step_equal(single, model, mesh, inputs, rounds=3, **rounding)
     return plan.share
 
 

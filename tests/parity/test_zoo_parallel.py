@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 import zoo
-from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
+from tests.support.parity import assert_step_equal
 from tests.support.slow import slow
 from zoo.image.autoregressive import BitsPerDim
 from zoo.video.diffusion import IDDPM, RectifiedFlow
@@ -25,7 +25,7 @@ def objective(mesh: DeviceMesh, kind: str, case: str, frames: int) -> dict:
     inputs["timestep"] = time
     inputs["noise"] = torch.randn_like(inputs["x"])
     dsp.parallelize(model, mesh, gather_output=False)
-    return beside(single, model, mesh, inputs, loss=dsp.mean, count=True)[0].by_collective()
+    return assert_step_equal(single, model, mesh, inputs, loss=dsp.mean, count=True)[0].by_collective()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_objectives(ranks, kind: str, case: str) -> None:
 def test_bits_per_dim(mesh: DeviceMesh, case: str) -> None:
     single, model = BitsPerDim(build(case)), BitsPerDim(build(case))
     inputs = example(single.model, 3, height=7, width=5)
-    beside(single, dsp.parallelize(model, mesh, gather_output=False), mesh, inputs, loss=dsp.mean)
+    assert_step_equal(single, dsp.parallelize(model, mesh, gather_output=False), mesh, inputs, loss=dsp.mean)
 
 
 @pytest.mark.parametrize(

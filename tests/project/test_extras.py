@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.slow import slow_but
+from tests.support.slow import keep_short
 
 CASES = {
     "Bio": ("protein_demo", "error: task protein: Biopython is not installed: pip install -e '.[protein]'"),
@@ -19,7 +19,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("absent", slow_but(CASES, but=["sklearn"]))
+@pytest.mark.parametrize("absent", keep_short(CASES, in_slow=["sklearn"]))
 def test_a_missing_package_is_named_with_the_command(tmp_path: Path, absent: str) -> None:
     config, said = CASES[absent]
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules[{absent!r}] = None")

@@ -64,7 +64,7 @@ def test_of_dsp_the_zoo_takes_what_is_documented():
         assert not taken - documented, path
 
 
-def test_what_a_model_lacks_is_named():
+def test_missing_members_of_a_model_are_named():
     bare = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="Linear does not meet the contract of a model of the zoo") as error:
         check(bare)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from dsp.embedded import blocks
 from dsp.planner import chunk_sizes
-from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
+from tests.support.parity import assert_step_equal
 from zoo.attention import attend
 
 
@@ -52,7 +52,7 @@ def parity(
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
     for frames, height, width in shapes:
         inputs = doubled(example(single, 2, frames=frames, height=height, width=width))
-        beside(single, model, mesh, inputs, gradients=gradients, rtol=1e-10, atol=1e-10)
+        assert_step_equal(single, model, mesh, inputs, gradients=gradients, rtol=1e-10, atol=1e-10)
     return single, model
 
 
@@ -71,7 +71,7 @@ def step(mesh: DeviceMesh, case: str, method: str, how: str | None, shape: dict[
     inputs = doubled(example(single, 2, **shape))
     recomputed(model, how)
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    return beside(single, model, mesh, inputs, count=True)[0].by_collective()
+    return assert_step_equal(single, model, mesh, inputs, count=True)[0].by_collective()
 
 
 def sent(counts: dict, phase: str, *collectives: str) -> int:

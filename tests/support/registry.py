@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import dsp
 from dsp.support.tensors import tensors_in
 from tests.support import cases, diffusers_latte, third_party, toys
-from tests.support.beside import wrap_checkpoints
+from tests.support.parity import wrap_checkpoints
 
 Inputs = dict[str, Any]
 

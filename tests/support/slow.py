@@ -14,10 +14,10 @@ def long(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.long, id=id)
 
 
-def slow_but(values: Any, *kept: Any, but: Any = None) -> list[Any]:
-    """All values, of which those not kept are for `-m slow`; with `but`, for `-m long` if they are not among those."""
-    found = []
+def keep_short(values: Any, only: Any = (), *, in_slow: Any = None) -> list[Any]:
+    """All values; those not in `only` are for `-m slow`, or for `-m long` where `in_slow` is given and lacks them."""
+    cases = []
     for value in values:
-        mark = slow if but is None or value in but else long
-        found.append(value if value in kept else mark(*value) if isinstance(value, tuple) else mark(value))
-    return found
+        mark = slow if in_slow is None or value in in_slow else long
+        cases.append(value if value in only else mark(*value) if isinstance(value, tuple) else mark(value))
+    return cases

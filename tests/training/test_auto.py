@@ -47,7 +47,7 @@ CONTENDED = dsp.Hardware(dsp.Link("slow", 1e-4, 1e5), 1e12, 1e8, node=2, busy=0.
 LEFT = ("parallel.wire=auto", "parallel.route=auto", "parallel.overlap=auto")
 
 
-def test_what_is_left_to_it_is_chosen_with_the_mesh(run, monkeypatch):
+def test_open_options_are_chosen_with_the_mesh(run, monkeypatch):
     """A format, pieces and a route, where that saves time, are written into the configuration."""
     monkeypatch.setattr(timing, "METHODS", ["dsp"])
     config = loaded(run, *STAGES, *LEFT)
@@ -101,7 +101,7 @@ def test_nothing_fits(run):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_recomputed_or_shared_by_more_ranks(run):
+def test_a_model_beyond_memory_is_recomputed_or_sharded_further(run):
     config = loaded(run, "train.accumulation=2")
     free = auto.candidates(config, 2, hardware(SLOW))
     held = {(c.timing.dp, c.timing.sp, c.timing.method, c.recomputed): c.timing.held for c in free}

@@ -125,7 +125,7 @@ def test_rows_that_ranks_hold_in_another_order_are_stored_in_the_models_own(grou
         assert torch.equal(values(other)["0.weight"], values(model)["0.weight"][index])
 
 
-def test_what_is_on_disk(run):
+def test_files_of_a_checkpoint(run):
     directory, _ = run
     path = directory / "step-00000002"
     manifest = json.loads((path / "manifest.json").read_text())

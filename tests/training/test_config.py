@@ -8,7 +8,7 @@ import torch
 
 from tests.support.paths import ROOT
 from tests.support.refusals import refused
-from tests.support.slow import slow_but
+from tests.support.slow import keep_short
 from zoo.training import UserError
 from zoo.training import config as cfg
 
@@ -101,14 +101,14 @@ def test_errors_say_where_and_what(load, text, arguments, parts):
         ("data.speed=[-1,1]", "neither negative"),
     ],
 )  # fmt: skip
-def test_what_no_option_can_be(load, argument, said):
+def test_values_out_of_range_are_refused(load, argument, said):
     with pytest.raises(UserError, match=said) as error:
         load("", argument)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 400
 
 
-def test_what_is_no_configuration(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     for i, (text, said) in enumerate(
         [
             (b"name: a\0b", "not a readable YAML file"),
@@ -285,7 +285,7 @@ def test_every_option_is_explained():
 
 @pytest.mark.parametrize(
     "path",
-    slow_but(CONFIGS, *(p for p in CONFIGS if p.stem in ("demo", "video", "evoformer_demo")), but=NOT_LONG),
+    keep_short(CONFIGS, only=[p for p in CONFIGS if p.stem in ("demo", "video", "evoformer_demo")], in_slow=NOT_LONG),
     ids=lambda path: path.stem,
 )
 def test_shipped_configs_are_sound(path):

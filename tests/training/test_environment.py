@@ -33,7 +33,7 @@ def everything():
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG)
-def test_what_is_no_place_among_ranks_is_refused_by_the_name_of_its_variable(launched, name, text):
+def test_wrong_ranks_are_refused_by_the_name_of_their_variable(launched, name, text):
     launched({name: text})
     refused(rf"{name}\b.*dsp-launch", everything, error=UserError)
 

@@ -95,7 +95,7 @@ def test_a_run_and_its_samples(trainer, tmp_path, whole_world, capsys):
         (["eval.images=298"], r"eval\.images=298: the validation set has 297"),
     ],
 )
-def test_what_does_not_fit_the_data_is_refused(tmp_path, overrides, message):
+def test_models_that_do_not_fit_the_data_are_refused(tmp_path, overrides, message):
     (tmp_path / "image.yaml").write_text(CONFIG)
     task = cfg.create_task(cfg.load([str(tmp_path / "image.yaml"), *overrides]))
     with pytest.raises(UserError, match=message):

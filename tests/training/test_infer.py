@@ -55,7 +55,7 @@ def test_a_checkpoint_of_choice(run, tmp_path, capsys):
     assert (tmp_path / "seed-5.gif").is_file()
 
 
-def test_what_cannot_be_done_is_said(run, tmp_path, capsys):
+def test_impossible_requests_end_in_one_error(run, tmp_path, capsys):
     def error(*arguments):
         assert infer(*arguments, "--out", tmp_path) == 2
         return capsys.readouterr().err

@@ -194,7 +194,7 @@ def test_an_alignment_is_found_beside_its_structure_or_given(run, tmp_path, caps
 
 
 @pytest.mark.slow
-def test_what_cannot_be_done_is_said(run, tmp_path, files, capsys):
+def test_impossible_requests_end_in_one_error(run, tmp_path, files, capsys):
     def error(*arguments):
         assert infer(run, *arguments, "--out", tmp_path / "out") == 2
         said = capsys.readouterr().err

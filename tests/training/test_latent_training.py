@@ -157,7 +157,7 @@ def test_parts_of_a_batch_are_those_of_the_whole(run):
         assert all(torch.equal(local(other[name]), local(batch[name])) for name in batch)
 
 
-def test_what_a_batch_says(run):
+def test_conditions_of_a_batch(run):
     """Latents, captions and sizes are those of the clips; the empty caption at the share asked for; weights even."""
     task, objective = run.task("objective.label_dropout=0.5")
     entries = {e.name: e for clips in task.train.clips for e in clips}

@@ -136,7 +136,7 @@ def test_a_folder(run, tmp_path, capsys):
         (["objective.recycles=-1"], "objective.recycles=-1: must be at least 0"),
     ],
 )
-def test_what_does_not_fit_is_said(run, capsys, overrides, message):
+def test_options_that_do_not_fit_are_refused(run, capsys, overrides, message):
     run(*overrides, expect=2)
     assert message in capsys.readouterr().err
 

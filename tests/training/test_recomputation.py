@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 import zoo
-from tests.support.beside import averaged, beside, same
 from tests.support.evoformer_cases import CASES, build, inputs, scalar
 from tests.support.oracles import randomise
+from tests.support.parity import assert_close_named, assert_step_equal, averaged
 from tests.support.slow import long, slow
 from zoo.training.model import recomputed_modules
 
@@ -52,7 +52,7 @@ def step(mesh, name, way, uneven):
     """Loss and gradients beside one process that keeps everything; what was sent."""
     single, model = make(name), recomputed(make(name), way)
     dsp.parallelize(model, mesh, gather_output=False)
-    *_, comm = beside(single, model, mesh, given_to(single, name, uneven), rounds=2, count=True)
+    *_, comm = assert_step_equal(single, model, mesh, given_to(single, name, uneven), rounds=2, count=True)
     phases = {"forward": comm.forward, "backward": comm.backward, "recompute": comm.recompute}
     return {k: sum(v for name, v in phase.bytes.items() if name != "all_reduce") for k, phase in phases.items()}
 
@@ -101,7 +101,7 @@ def dropping(mesh, name, way, apart=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "n"), [long("evoformer", 2), ("axial_image", 2), slow("axial_image", 3)])
-def test_what_was_dropped_is_dropped_again(ranks, name, n):
+def test_recomputed_dropout_drops_the_same(ranks, name, n):
     """Between stages, where all ranks draw alike, and inside of stages, where each draws for itself."""
     expected = [ranks(dropping, size, name, "none") for size in (1, n)]
     assert expected[1][0][0] != expected[0][0][0]
@@ -111,4 +111,4 @@ def test_what_was_dropped_is_dropped_again(ranks, name, n):
                 after = ranks(dropping, size, name, way, apart)
                 for (loss, gradients), (loss_before, gradients_before) in zip(after, before):
                     assert torch.equal(loss, loss_before)
-                    same(gradients, gradients_before)
+                    assert_close_named(gradients, gradients_before)

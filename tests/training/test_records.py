@@ -102,7 +102,7 @@ def test_mutations(tmp_path):
         (tmp_path / "metrics.damaged").unlink(missing_ok=True)
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+def test_irregular_files_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()

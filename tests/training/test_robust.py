@@ -139,7 +139,7 @@ def test_a_signal_is_seen_a_step_later_and_resuming_is_bitwise(run, trainer, mon
 
 
 @pytest.mark.slow
-def test_what_the_device_has_taken_by_the_time_a_run_diverges_counts(run, trainer, monkeypatch, capsys):
+def test_steps_taken_on_the_device_count_when_a_run_diverges(run, trainer, monkeypatch, capsys):
     poison(trainer, monkeypatch, 6)
     directory = run("train.steps=8", *AHEAD, "train.skip=0", "checkpoint.every=4", expect=2)
     assert "step 6: loss" in (said := capsys.readouterr().err)
@@ -187,7 +187,7 @@ def _last_rank_is_bad(mesh, arguments):
 
 
 @pytest.mark.slow
-def test_what_one_rank_finds_bad_all_skip(run, whole_world):
+def test_all_ranks_skip_a_step_that_one_finds_bad(run, whole_world):
     """And their weights stay one: the curve is that of one process, which skips the same step."""
     for n in (1, 2):
         options = [f"name=on-{n}", f"parallel.sp={n}", "train.steps=6", "sample.every=0", "eval.every=0"]
@@ -221,7 +221,7 @@ def test_saved_in_the_background_read_in_processes_it_is_the_same_run(run, train
         assert mine.read_bytes() == theirs.read_bytes()
 
 
-def test_what_is_held_does_not_change_and_an_error_is_raised(tmp_path):
+def test_a_held_copy_does_not_change_and_a_failed_save_raises(tmp_path):
     from zoo.training.saving import Saver
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -406,7 +406,7 @@ def test_moments_in_8_bits_resume_bitwise_and_are_stored_whole(run, trainer, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [{"norm": 3}, {"spike": 12}])
-def test_what_the_host_reads_when_changes_nothing(run, trainer, monkeypatch, capsys, bad):
+def test_the_time_of_reading_on_the_host_changes_nothing(run, trainer, monkeypatch, capsys, bad):
     """A step that is bad beside one that is logged, with log lines for every step and for every fourth."""
     real, train_step, at = trainer.clip_gradients, trainer.train_step, []
 

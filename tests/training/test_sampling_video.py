@@ -304,7 +304,7 @@ def test_sizes_are_in_pixels(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_made_is_one_line(runs, run, models, tmp_path, capsys):
+def test_impossible_clips_end_in_one_error(runs, run, models, tmp_path, capsys):
     prompt = (run, "--prompt", "rain", "--out", tmp_path)
     assert "cannot encode 18 rows (take 16 or 20), 9 columns (take 8 or 12)" in refused(
         capsys, *prompt, "--height", 18, "--width", 9

@@ -40,7 +40,7 @@ def reference(trainer, tmp_path_factory):
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def test_what_a_run_leaves(run, capsys):
+def test_files_and_lines_of_a_run(run, capsys):
     directory = run("train.accumulation=2")
     out, err = capsys.readouterr()
     assert not err

@@ -397,7 +397,7 @@ def test_other_configurations_are_named_key_by_key():
         ranks.agree([{}, {}], ["unknown key"] * 2)
 
 
-def test_what_an_error_is_called(tmp_path):
+def test_errors_in_words(tmp_path):
     progress = Progress(doing="step 9", count=9)
 
     def said(action):

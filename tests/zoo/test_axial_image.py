@@ -51,7 +51,7 @@ def test_samples_are_what_the_logits_say(overrides):
 
 
 @pytest.mark.parametrize("overrides", [{"num_classes": 3}, slow({"channels": 3})], ids=str)
-def test_what_rows_share_is_computed_once_and_samples_are_the_same(overrides):
+def test_shared_rows_are_computed_once_and_samples_are_the_same(overrides):
     """The paper's sampling draws the same images: of 12 x 12 pixels in 31 times fewer FLOPs, of 3 channels in 103."""
     model = make(**overrides).eval()
     given = model.example_inputs(2, height=6, width=7)

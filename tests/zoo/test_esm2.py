@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 import dsp
-from tests.support.beside import exact
 from tests.support.inference import infer, infer_here
+from tests.support.parity import assert_parallel_equal
 from tests.support.paths import STRUCTURES
 from zoo.data.protein.sequences import read_chains
 from zoo.data.protein.structure import read_structure
@@ -87,7 +87,7 @@ def test_rounded_frequencies_of_older_checkpoints_count(theirs):
 def test_ranks_are_exact(mesh):
     torch.manual_seed(0)
     model = esm2_weights.from_reference(transformers_model().double().state_dict(), heads=4).double()
-    exact(model, mesh, (esm2.encode(SEQUENCE),), rtol=1e-9, atol=1e-12)
+    assert_parallel_equal(model, mesh, (esm2.encode(SEQUENCE),), rtol=1e-9, atol=1e-12)
 
 
 def test_no_map_of_attention_is_sent():

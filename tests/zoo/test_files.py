@@ -82,7 +82,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "folder", "device"])
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_not_a_regular_file_is_refused_at_once(name: str, kind: str, tmp_path: Path) -> None:
+def test_irregular_files_are_refused_at_once(name: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if kind == "fifo":
         os.mkfifo(path)

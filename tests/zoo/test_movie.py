@@ -105,7 +105,7 @@ def test_titles_stand_under_the_clips(tmp_path):
     assert (tmp_path / "a.gif").is_file()
 
 
-def test_what_a_title_has_no_room_for_is_cut_off():
+def test_long_titles_are_cut_off():
     assert title(["word " * 30], 40).shape == (1, LINES * LINE, 40)
     assert torch.equal(title(["a" * 30], 40), title(["a" * 40], 40))
 

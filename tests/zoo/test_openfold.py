@@ -176,7 +176,7 @@ def test_infer_writes_a_backbone_on_any_number_of_ranks(folder, tmp_path, whole_
         assert len(picture.getcolors(1 << 20)) > 60  # along the chain
 
 
-def test_what_cannot_be_predicted_is_named(folder, tmp_path, capsys) -> None:
+def test_impossible_predictions_are_named(folder, tmp_path, capsys) -> None:
     (tmp_path / "two.a3m").write_text("#3,4\t1,1\n>101\t102\nMKVAAWY\n")
     assert infer(folder, tmp_path / "two.a3m", "--out", tmp_path) == 2
     assert "two has 2 chains, and these weights are for single chains" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 from dsp.support.tensors import tensors_in
-from tests.support.beside import averaged, beside
+from tests.support.parity import assert_step_equal, averaged
 from tests.support.refusals import refused
 from tests.support.runs import Heard
 from tests.support.slow import long, slow
@@ -265,7 +265,9 @@ def parity(mesh, model, extra=0, recycles=(0,), fsdp=False, **structure) -> list
         for passes in recycles:
             single.zero_grad()
             inputs = batch(residues=11, rows=7, extra=extra, structure=bool(structure)) | {"recycles": passes}
-            beside(single, parallel, mesh, inputs, loss=mean_of, gradients=gradients, rounds=1 + bool(structure))
+            assert_step_equal(
+                single, parallel, mesh, inputs, loss=mean_of, gradients=gradients, rounds=1 + bool(structure)
+            )
     return heard.texts
 
 

@@ -74,7 +74,7 @@ def test_two_hosts(whole_world, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_found(whole_world, tmp_path):
+def test_faults_are_found(whole_world, tmp_path):
     out = tmp_path / "check.json"
     assert whole_world(run_here, 4, ["--out", str(out)], ["a"] * 4, True) == [1] * 4
     _, bad = found(out)

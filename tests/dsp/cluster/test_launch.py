@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from dsp.cluster import launch
 from tests.support.paths import ROOT
-from tests.support.slow import slow_but
+from tests.support.slow import keep_short
 
 ENDS = {
     "an error": ("sys.exit('error: a number is missing')", 1, "error: a number is missing\n"),
@@ -25,8 +25,8 @@ ENDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", slow_but(ENDS, "a status"))
-def test_what_ends_a_job_is_said_last_and_once(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", keep_short(ENDS, only=["a status"]))
+def test_the_end_of_a_job_is_printed_last_and_once(tmp_path: Path, how: str) -> None:
     """Two jobs at a time do not meet at one port."""
     end, status, said = ENDS[how]
     (tmp_path / "script.py").write_text(f"import os, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(60)\n")

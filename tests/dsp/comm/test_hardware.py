@@ -16,7 +16,7 @@ from dsp.comm.wire import AS_IT_IS, Wire, format_for, permitted
 from dsp.core.meter import Meter
 from dsp.report.plan import WORTH, shortest
 from tests.support import toys
-from tests.support.beside import wrap_checkpoints
+from tests.support.parity import wrap_checkpoints
 
 FLOPS = 1e12
 

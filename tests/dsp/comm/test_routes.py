@@ -25,11 +25,11 @@ from dsp.comm.node_routes import BETWEEN, WITHIN, Ways, ways_of
 from dsp.comm.pending import ahead
 from dsp.comm.routes import quickest, seconds, shared_by_nodes
 from dsp.comm.wire import Wire
-from tests.support.beside import averaged, exact
 from tests.support.loopback import TOLERANCE, measured
+from tests.support.parity import assert_parallel_equal, averaged
 from tests.support.refusals import refused
 from tests.support.runs import Heard, metrics, run_here
-from tests.support.slow import long, slow, slow_but
+from tests.support.slow import keep_short, long, slow
 from tests.support.toys import Folded, Grid
 from zoo.training import UserError
 from zoo.training.config import load
@@ -197,7 +197,7 @@ def trains(mesh: DeviceMesh, case: str, wire: str, route: Any, **options: Any) -
 
 @pytest.mark.parametrize(("n", "node"), [(4, 2), long(6, 3)])
 @pytest.mark.parametrize("way", LEGS)
-@pytest.mark.parametrize("case", slow_but(CASES, "folded", "recomputed"))
+@pytest.mark.parametrize("case", keep_short(CASES, only=["folded", "recomputed"]))
 def test_a_model_trains_bit_for_bit_and_as_planned(over, case: str, way: str, n: int, node: int) -> None:
     """A run that sends other bytes or in other calls than its plan says so, on every rank and at every place."""
     over(trains, n, case, "same", dsp.Route(way, node))
@@ -462,7 +462,7 @@ def two_axes(mesh: DeviceMesh) -> None:
         assert torch.equal(dsp.gather(y), dsp.gather(again))
     torch.manual_seed(0)
     single = Grid().double()
-    exact(single, y.device_mesh, {k: v.double() for k, v in inputs.items()})
+    assert_parallel_equal(single, y.device_mesh, {k: v.double() for k, v in inputs.items()})
     refused("mesh must be 1-D, but has axes .'inter', 'intra'.", dsp.parallelize, Grid(), both["inter", "intra"])
 
 

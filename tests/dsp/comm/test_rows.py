@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh
 import dsp
 from dsp.comm.halo import Rows, read_rows
 from dsp.comm.layout import Axis, Cut
-from tests.support.beside import averaged
+from tests.support.parity import averaged
 from tests.support.slow import slow
 from tests.support.toys import Does
 

@@ -18,8 +18,8 @@ from dsp.comm.layout import Axis, Cut
 from dsp.comm.moves import Part, switch_all
 from dsp.comm.pending import ahead
 from dsp.comm.wire import STOCHASTIC, Wire, format_of
-from tests.support.beside import averaged
 from tests.support.loopback import TOLERANCE, measured
+from tests.support.parity import averaged
 from tests.support.runs import Heard
 from tests.support.slow import slow
 from tests.support.toys import Folded, Grid
@@ -124,7 +124,7 @@ def test_noise_is_that_of_a_seed_and_takes_none_of_the_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_no_real_number_or_as_small_travels_as_it_is() -> None:
+def test_other_and_smaller_dtypes_are_sent_unchanged() -> None:
     for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn):
         assert format_of("fp8", dtype) is None
     assert format_of("same", torch.float32) is None

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 from dsp.support.tensors import tensors_in
-from tests.support.beside import beside
 from tests.support.diffusers_latte import STAGES, build, inputs
+from tests.support.parity import assert_step_equal
 from tests.support.records import graphs_of
 from tests.support.runs import Heard
 from tests.support.slow import long, slow
@@ -125,13 +125,13 @@ def alike(mesh: DeviceMesh, which: str, backend: str, gather: bool) -> None:
     model, usual = copy.deepcopy(single), copy.deepcopy(single)
     dsp.parallelize(model, mesh, stages, gather, compile=backend)
     dsp.parallelize(usual, mesh, stages, gather)
-    beside(single, model, mesh, kwargs, rounds=3, **rounding)
+    assert_step_equal(single, model, mesh, kwargs, rounds=3, **rounding)
     assert graphs(model) == [1]
     # a mode that counts sees what is in the graph, and what is not compiled
     sent = []
     for m in (model, usual):
         single.zero_grad()
-        sent.append(beside(single, m, mesh, kwargs, rounds=2, count=True, **rounding))
+        sent.append(assert_step_equal(single, m, mesh, kwargs, rounds=2, count=True, **rounding))
     [_, told], [_, planned] = sent
     assert repr(told) == repr(planned)
     loss = sum(dsp.mean(y.square()) for y in tensors_in(model(**kwargs)))
@@ -252,7 +252,7 @@ OBJECTS = {"object": SimpleNamespace(), "bag": Bag()}
 
 
 @pytest.mark.parametrize("does", REFUSED)
-def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(mesh: DeviceMesh, does: str) -> None:
+def test_calls_without_a_graph_run_uncompiled_with_one_note(mesh: DeviceMesh, does: str) -> None:
     single = Mixes(does)
     model = copy.deepcopy(single)
     if does == "hook":
@@ -266,7 +266,9 @@ def test_what_no_graph_stands_for_runs_as_ever_and_says_so_once(mesh: DeviceMesh
             for _ in range(3):
                 model(**inputs)
         else:
-            beside(single, model, mesh, inputs | ({"other": OBJECTS[does]} if does in OBJECTS else {}), rounds=3)
+            assert_step_equal(
+                single, model, mesh, inputs | ({"other": OBJECTS[does]} if does in OBJECTS else {}), rounds=3
+            )
     assert graphs(model) == [None]
     assert len(model.seen) == 3 * (does == "keeps")
     said = [text for text in heard.texts if text.startswith("compile: ")]
@@ -307,10 +309,10 @@ def test_recurrences_compile_without_gradients_or_without_a_compiler(mesh: Devic
             for _ in range(3):
                 torch.testing.assert_close(model(x), single(x))
             assert graphs(model) == [1]
-        beside(single, model, mesh, {"x": x}, rounds=3)
+        assert_step_equal(single, model, mesh, {"x": x}, rounds=3)
         assert graphs(model) == [1, None]
         model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t s c"}, compile="eager")
-        beside(single, model, mesh, {"x": x}, rounds=3)
+        assert_step_equal(single, model, mesh, {"x": x}, rounds=3)
         assert graphs(model) == [1]
     said = [text for text in heard.texts if text.startswith("compile: ")]
     assert mesh.get_local_rank() or [f"takes no recurrence (aten.{op})" in text for text in said] == [True]
@@ -342,7 +344,7 @@ def test_it_holds_for_what_it_was_recorded_with(mesh: DeviceMesh) -> None:
 
     def run(count: int, **more: Any) -> None:
         single.zero_grad()
-        beside(single, model, mesh, {"x": x, **more}, rounds=2)
+        assert_step_equal(single, model, mesh, {"x": x, **more}, rounds=2)
         assert graphs(model) == [count], (graphs(model), count)
 
     run(1)
@@ -373,7 +375,7 @@ def test_it_holds_for_what_it_was_recorded_with(mesh: DeviceMesh) -> None:
     run(7)
     again = copy.deepcopy(model)
     single.zero_grad()
-    beside(single, again, mesh, {"x": x}, rounds=3)
+    assert_step_equal(single, again, mesh, {"x": x}, rounds=3)
     assert graphs(again) == [1]
 
 

@@ -238,5 +238,5 @@ def refused(_: Any) -> None:
         other(x)
 
 
-def test_what_raises(whole_world) -> None:
+def test_impossible_axes_are_refused(whole_world) -> None:
     whole_world(refused, 4)

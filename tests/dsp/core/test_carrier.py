@@ -16,7 +16,7 @@ import dsp
 from dsp.comm.layout import Axis, Cut
 from dsp.core.carrier import Carrier, carry
 from dsp.core.record import Record, Ref
-from tests.support.beside import exact
+from tests.support.parity import assert_parallel_equal
 from tests.support.refusals import refused
 from tests.support.toys import C, Glued
 
@@ -79,13 +79,13 @@ def test_autograd_functions_between_stages(mesh: DeviceMesh) -> None:
             model = dsp.parallelize(made(glue), mesh)
             refused("the autograd.Function .* between stages", model, inputs(), error=dsp.GlueError)
             continue
-        exact(made(glue), mesh, (inputs(),))
+        assert_parallel_equal(made(glue), mesh, (inputs(),))
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
-def test_what_backward_reads_may_be_kept_in_the_hosts_memory(mesh: DeviceMesh) -> None:
+def test_saved_tensors_may_be_kept_in_host_memory(mesh: DeviceMesh) -> None:
     with torch.autograd.graph.save_on_cpu():
-        exact(made(lambda x: x.softmax(1) * x), mesh, (inputs(),))
+        assert_parallel_equal(made(lambda x: x.softmax(1) * x), mesh, (inputs(),))
 
 
 def test_it_reads_as_a_dtensor(mesh: DeviceMesh) -> None:

@@ -25,7 +25,14 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from dsp.stages.stage import find_modules
 from tests.support import toys
-from tests.support.beside import averaged, beside, exact, same, unsharded, weighted
+from tests.support.parity import (
+    assert_close_named,
+    assert_parallel_equal,
+    assert_step_equal,
+    averaged,
+    unsharded,
+    weighted,
+)
 from tests.support.records import stage_turns
 from tests.support.refusals import refused
 from tests.support.runs import Heard
@@ -47,7 +54,9 @@ def fsdp(mesh: DeviceMesh, name: str, root_only: bool, ckpt: bool, gather: bool)
         if not root_only:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for comm in beside(single, model, mesh, toys.inputs(name, 1, 7, 5), gradients=unsharded, rounds=2, count=True):
+    for comm in assert_step_equal(
+        single, model, mesh, toys.inputs(name, 1, 7, 5), gradients=unsharded, rounds=2, count=True
+    ):
         assert comm.recompute.calls["switch"] == 0
 
 
@@ -116,8 +125,8 @@ class Reversed(torch.autograd.Function):
 
 @pytest.mark.parametrize("mesh", [3])
 @pytest.mark.parametrize("dims", [(), (0, 2)])
-def test_what_a_function_of_autograd_returns_is_moved_by_itself(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
-    """Not as a view of its argument, which would leave out the function's own backward."""
+def test_an_autograd_function_between_stages_is_refused(mesh: DeviceMesh, dims: tuple[int, ...]) -> None:
+    """Its output, if moved as a view of its argument, would leave out the function's own backward."""
 
     def glue(m: toys.SpaceTime, x: Tensor) -> list[Tensor]:
         y = m.space(x) * 1
@@ -173,7 +182,9 @@ def test_fsdp_where_glue_moves(mesh: DeviceMesh) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model.model, mesh=mesh)
-    beside(single, model, mesh, tuple(x), tuple(dsp.split(y, mesh, 1) for y in x), gradients=unsharded, rounds=2)
+    assert_step_equal(
+        single, model, mesh, tuple(x), tuple(dsp.split(y, mesh, 1) for y in x), gradients=unsharded, rounds=2
+    )
 
 
 @pytest.mark.parametrize("mesh", [4])
@@ -186,7 +197,7 @@ def test_fsdp_around_glue_modules(mesh: DeviceMesh, reshard: bool, ckpt: bool) -
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
-    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), gradients=unsharded, rounds=2)
+    assert_step_equal(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),), gradients=unsharded, rounds=2)
 
 
 def test_mixed_precision_moves_half_the_bytes(mesh: DeviceMesh) -> None:
@@ -244,7 +255,7 @@ def test_inputs_that_arrive_sharded(mesh: DeviceMesh, dim: int) -> None:
     for y in (expect, out):
         weighted(y).backward()
     torch.testing.assert_close(dsp.gather(out), expect)
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    assert_close_named(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
     torch.testing.assert_close(given.grad.full_tensor(), x.grad)
 
 
@@ -278,7 +289,7 @@ def test_models_in_a_row(mesh: DeviceMesh, road: str) -> None:
     if road != "cut":
         weighted(models[1](middle, cond)).backward()
     for model, single in zip(models, singles):
-        same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+        assert_close_named(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
 @pytest.mark.parametrize("mesh", [3])
@@ -350,7 +361,7 @@ def compiled(mesh: DeviceMesh, backend: str, how_made: str) -> None:
                 block.compile(backend=how)
             elif how_made == "forward":
                 block.forward = torch.compile(block.forward, backend=how)
-        beside(single, model, mesh, kwargs, gradients=gradients, **rounding)
+        assert_step_equal(single, model, mesh, kwargs, gradients=gradients, **rounding)
     assert runs or backend != "eager"
 
 
@@ -374,7 +385,7 @@ def test_compiled_stage_modules(mesh: DeviceMesh, how_made: str) -> None:
 
 
 @pytest.mark.parametrize("how_made", ["module", "forward"])
-def test_what_torch_compile_made_between_stages_runs_uncompiled(mesh: DeviceMesh, how_made: str) -> None:
+def test_modules_compiled_between_stages_run_uncompiled(mesh: DeviceMesh, how_made: str) -> None:
     stages = {"": "x=b t s c", "space": "b t [s c]", "time": "b [t] s [c]"}
     middle = nn.Linear(toys.C, toys.C)
     single, model = pair(lambda: toys.SpaceTime(lambda m, x: m.time(m.mid(m.space(x) * 2)), mid=middle))
@@ -386,11 +397,11 @@ def test_what_torch_compile_made_between_stages_runs_uncompiled(mesh: DeviceMesh
     assert dsp.plan(model, (x,), size=2, stages=stages).compiled == ["mid"]
     dsp.parallelize(model, mesh, stages)
     if how_made == "forward":
-        beside(single, model, mesh, (x,), rounds=2)
+        assert_step_equal(single, model, mesh, (x,), rounds=2)
     torch.testing.assert_close(model(x), single(x))
 
 
-def test_what_is_compiled_between_stages_is_told_what_to_compile_instead(mesh: DeviceMesh) -> None:
+def test_modules_compiled_in_place_are_refused_with_advice(mesh: DeviceMesh) -> None:
     """A module between stages that compile() compiled is refused, with what to compile instead."""
     kwargs = toys.inputs("Grid", 1, 7, 5)
     model = toys.make("Grid")
@@ -414,7 +425,7 @@ def test_a_compiled_stage_that_raises_leaves_nothing_open(mesh: DeviceMesh) -> N
         warnings.simplefilter("ignore")
         model.space[0].compile(backend="eager")
         dsp.parallelize(model, mesh, gather_output=False)
-        beside(single, model, mesh, kwargs)
+        assert_step_equal(single, model, mesh, kwargs)
         call, model.space[0]._compiled_call_impl.call = model.space[0]._compiled_call_impl.call, lambda *_, **__: 1 / 0
         with pytest.raises(ZeroDivisionError) as caught:
             model(**kwargs)
@@ -422,11 +433,11 @@ def test_a_compiled_stage_that_raises_leaves_nothing_open(mesh: DeviceMesh) -> N
         model.space[0]._compiled_call_impl.call = call
         for m in (single, model):
             m.zero_grad()
-        beside(single, model, mesh, kwargs)
+        assert_step_equal(single, model, mesh, kwargs)
         again = copy.deepcopy(model)
         for m in (single, again):
             m.zero_grad()
-        beside(single, again, mesh, kwargs)
+        assert_step_equal(single, again, mesh, kwargs)
 
 
 def test_patterns_name_what_they_named_before_a_wrapper_came() -> None:
@@ -457,7 +468,7 @@ class Remembers(nn.Module):
 
 def sent_by_call(mesh: DeviceMesh) -> list[int]:
     inputs = torch.randn(1, 10, toys.C).double(), torch.randn(1, 6, toys.C).double()
-    steps = exact(Remembers().double(), mesh, inputs, rounds=4, count=True)
+    steps = assert_parallel_equal(Remembers().double(), mesh, inputs, rounds=4, count=True)
     return [sum(comm.forward.bytes.values()) for comm in steps]
 
 
@@ -676,7 +687,7 @@ def test_models_inside_models(mesh: DeviceMesh) -> None:
     model = toys.make("Grid")
     objective = dsp.parallelize(Objective(model), mesh, gather_output=False)
     dsp.parallelize(model, mesh)
-    beside(single, objective, mesh, {"noise": noise, **kwargs}, loss=dsp.mean)
+    assert_step_equal(single, objective, mesh, {"noise": noise, **kwargs}, loss=dsp.mean)
     torch.testing.assert_close(model(**kwargs), single.model(**kwargs))
 
 
@@ -687,7 +698,7 @@ def test_a_model_inside_of_one_made_parallel_later_still_runs_alone(mesh: Device
     dsp.parallelize(model[0], mesh)
     dsp.parallelize(model, mesh, {"": "input=b t s c"})
     for _ in range(2):
-        beside(single, model, mesh, (x,))
+        assert_step_equal(single, model, mesh, (x,))
         torch.testing.assert_close(model[0](x), single[0](x))
 
 
@@ -724,7 +735,7 @@ def test_a_leaf_in_an_object_is_refused_and_a_parameter_is_not(mesh: DeviceMesh,
     model, x = dsp.parallelize(copy.deepcopy(single), mesh), torch.randn(1, 5, 7, toys.C, dtype=torch.float64)
     for m in (single, model):
         m(x, holds(bias=m.bias * 2)).square().mean().backward()
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    assert_close_named(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
     with torch.no_grad():
         model(x, holds(bias=torch.randn(toys.C, dtype=torch.float64, requires_grad=True)))
     with pytest.raises(TypeError, match=f"a {holds.__name__}, holds a tensor of shape"):
@@ -746,7 +757,7 @@ class Listed(nn.Module):
 
 def test_a_list_that_a_stage_gets_may_hold_what_is_replicated(mesh: DeviceMesh) -> None:
     single = toys.SpaceTime(lambda m, x: m.time(m.space(x, [x.mean()])), space=Listed())
-    exact(single.double(), mesh, (torch.randn(1, 7, 5, toys.C, dtype=torch.float64),), rounds=2)
+    assert_parallel_equal(single.double(), mesh, (torch.randn(1, 7, 5, toys.C, dtype=torch.float64),), rounds=2)
 
 
 @pytest.mark.parametrize("inside", ["dict", "list in a dict"])
@@ -819,7 +830,7 @@ def edited(m: toys.SpaceTime, x: Tensor) -> Tensor:
 def test_a_checkpoint_around_two_stages_repeats_the_switch_between_them(mesh: DeviceMesh) -> None:
     x, single = torch.randn(1, 8, 8, toys.C).double(), toys.SpaceTime(checkpointed, reentrant=False).double()
     plan = dsp.plan(single, (x,), size=mesh.size(), gather_output=False)
-    (comm,) = exact(single, mesh, (x,), gather=False, count=True)
+    (comm,) = assert_parallel_equal(single, mesh, (x,), gather=False, count=True)
     assert plan.bytes["recompute"] == comm.recompute.bytes["switch"]
     assert [phase.calls["switch"] for phase in (comm.forward, comm.backward, comm.recompute)] == [2, 2, 1]
 
@@ -844,7 +855,7 @@ def test_a_checkpoint_around_the_whole_model(mesh: DeviceMesh, forward: Any) -> 
     single = Outer(forward).double()
     model = copy.deepcopy(single)
     dsp.parallelize(model.part, mesh)
-    beside(single, model, mesh, (torch.randn(1, 5, 7, toys.C).double(),), rounds=2)
+    assert_step_equal(single, model, mesh, (torch.randn(1, 5, 7, toys.C).double(),), rounds=2)
 
 
 def nested(m: toys.SpaceTime, x: Tensor) -> Tensor:
@@ -865,7 +876,7 @@ def kept_elsewhere(m: toys.SpaceTime, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("build", [nested, kept_elsewhere])
 def test_the_arguments_of_a_checkpoint_stay_sharded_whoever_keeps_them(mesh: DeviceMesh, build: Any) -> None:
     x = torch.randn(1, 7, 5, toys.C, dtype=torch.float64, requires_grad=True)
-    exact(toys.SpaceTime(build).double(), mesh, (x,), rounds=2)
+    assert_parallel_equal(toys.SpaceTime(build).double(), mesh, (x,), rounds=2)
 
 
 class Masked(nn.Module):
@@ -919,4 +930,4 @@ class Doubling(nn.Module):
 def test_glue_and_callers_may_write_in_place(mesh: DeviceMesh) -> None:
     single, model = pair(lambda: Doubling(toys.SpaceTime(edited)))
     dsp.parallelize(model.model, mesh)
-    beside(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),))
+    assert_step_equal(single, model, mesh, (torch.randn(1, 7, 5, toys.C).double(),))

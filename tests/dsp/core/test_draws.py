@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from tests.support.beside import averaged, same
+from tests.support.parity import assert_close_named, averaged
 from tests.support.toys import Along, C, Does
 
 
@@ -55,7 +55,7 @@ def test_they_are_those_of_one_process(mesh: DeviceMesh, seeds: str) -> None:
     sum(y.square().mean() for y in outputs).backward()
     for y, wanted in zip(outputs, expected):
         torch.testing.assert_close(y, wanted)
-    same(averaged(parallel, mesh), {n: p.grad for n, p in single.named_parameters()})
+    assert_close_named(averaged(parallel, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
 def reading(m: Any, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 
 
 class Rotary(nn.Module):
@@ -38,4 +38,4 @@ def test_a_table_with_an_empty_axis_is_sharded() -> None:
 def test_it_is_exact(mesh: DeviceMesh) -> None:
     single = Rotary().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, STAGES)
-    beside(single, model, mesh, (torch.randn(1, 25, 8).double(), torch.arange(25.0).double()), rounds=2)
+    assert_step_equal(single, model, mesh, (torch.randn(1, 25, 8).double(), torch.arange(25.0).double()), rounds=2)

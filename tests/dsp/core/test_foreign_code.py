@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import beside, exact
+from tests.support.parity import assert_parallel_equal, assert_step_equal
 from tests.support.toys import Along, C, SpaceTime
 
 
@@ -21,7 +21,9 @@ def by_library(m: Any, x: Tensor) -> Tensor:
 
 
 def test_a_tensor_between_stages_is_of_torch(mesh: DeviceMesh) -> None:
-    exact(SpaceTime(by_library).double(), mesh, (torch.randn(2, 7, 5, C, dtype=torch.float64),), rounds=2)
+    assert_parallel_equal(
+        SpaceTime(by_library).double(), mesh, (torch.randn(2, 7, 5, C, dtype=torch.float64),), rounds=2
+    )
 
 
 class Captured(nn.Module):
@@ -49,7 +51,7 @@ def test_an_output_that_a_hook_kept_is_whole(mesh: DeviceMesh) -> None:
     single = Captured(read=False).double()
     torch.manual_seed(0)
     model = dsp.parallelize(Captured(read=False).double(), mesh)
-    beside(single, model, mesh, (torch.randn(2, 5, 7, C, dtype=torch.float64),), rounds=3)
+    assert_step_equal(single, model, mesh, (torch.randn(2, 5, 7, C, dtype=torch.float64),), rounds=3)
 
 
 def test_a_forward_that_reads_what_a_hook_kept_is_refused(mesh: DeviceMesh) -> None:

@@ -15,8 +15,8 @@ import dsp
 from dsp.core.torch_calls import GlueError
 from dsp.parallel import parallelize
 from dsp.support.tensors import memory, tensors_in
-from tests.support.beside import beside, unsharded
 from tests.support.forwards import FORWARDS, Layers, Mapped, Padded, Registers, clip
+from tests.support.parity import assert_step_equal, unsharded
 from tests.support.refusals import refused
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}
@@ -43,7 +43,7 @@ def test_a_forward_is_exact_and_makes_nothing_long_whole(mesh: DeviceMesh, name:
     single, batch = make().double(), inputs()
     batch["x"].requires_grad_()
     model = parallelize(copy.deepcopy(single), mesh)
-    beside(single, model, mesh, batch, rounds=2, **ROUNDING)
+    assert_step_equal(single, model, mesh, batch, rounds=2, **ROUNDING)
     if numel:
         counts = []
         for m in (single, model):
@@ -71,7 +71,7 @@ def test_tokens_that_are_joined_with_others_are_a_clip_again_when_these_are_cut_
 def test_joined_tokens_are_exact_on_four_ranks(mesh: DeviceMesh, way: str) -> None:
     single = Registers(way).double()
     model = parallelize(copy.deepcopy(single), mesh)
-    beside(single, model, mesh, clip(1, 8, 7, 5, 7), rounds=2, **ROUNDING)
+    assert_step_equal(single, model, mesh, clip(1, 8, 7, 5, 7), rounds=2, **ROUNDING)
 
 
 @pytest.mark.parametrize("mesh", [3])
@@ -83,7 +83,7 @@ def test_fully_shard_on_stages_and_the_model(mesh: DeviceMesh, depth: int) -> No
         fully_shard(layer.time, mesh=mesh)
         fully_shard(layer.space, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    beside(single, model, mesh, clip(1, 7, 5, 16), rounds=2, gradients=unsharded, **ROUNDING)
+    assert_step_equal(single, model, mesh, clip(1, 7, 5, 16), rounds=2, gradients=unsharded, **ROUNDING)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -98,4 +98,4 @@ def test_a_number_that_changes_is_read_in_each_call(mesh: DeviceMesh) -> None:
     for value in (1, 2, 4):
         for m in (single, model):
             m.value = np.float64(value)
-        beside(single, model, mesh, clip(1, 7, 5, 16), **ROUNDING)
+        assert_step_equal(single, model, mesh, clip(1, 7, 5, 16), **ROUNDING)

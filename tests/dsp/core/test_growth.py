@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from tests.support.beside import averaged, beside, exact, same
+from tests.support.parity import assert_close_named, assert_parallel_equal, assert_step_equal, averaged
 from tests.support.records import left_plan, planned, planned_bytes, records
 from tests.support.toys import Along, C, Does, SpaceTime
 
@@ -34,7 +34,7 @@ def weights(count: int = 3) -> nn.ParameterList:
 def test_a_forward_that_reads_its_data_is_sharded_at_once_and_planned_in_the_second_call(mesh: DeviceMesh) -> None:
     model = Does(reading, weights=weights())
     x = torch.randn(1, 11, C, dtype=torch.float64, requires_grad=True)
-    comms = exact(model, mesh, (x,), {"": "x=b s c"}, rounds=3, count=True)
+    comms = assert_parallel_equal(model, mesh, (x,), {"": "x=b s c"}, rounds=3, count=True)
     sent = [comm.forward.bytes for comm in comms]
     assert sent[1] == sent[2]
     parallel = dsp.parallelize(Does(reading, weights=weights()), mesh, {"": "x=b s c"})
@@ -57,7 +57,7 @@ def looking(m: SpaceTime, x: Tensor) -> Tensor:
 def test_the_second_call_goes_by_the_plan_that_is_shown_before_the_first(mesh: DeviceMesh) -> None:
     model, x = SpaceTime(looking).double(), torch.randn(1, 5, 7, C, dtype=torch.float64)
     shown = dsp.plan(model, x, size=mesh.size())
-    exact(model, mesh, (x,), rounds=2)
+    assert_parallel_equal(model, mesh, (x,), rounds=2)
     parallel = dsp.parallelize(model, mesh)
     for _ in range(2):
         parallel(x)
@@ -84,7 +84,7 @@ def test_branches_are_planned_together(mesh: DeviceMesh) -> None:
     x, strays = torch.randn(1, 5, 7, C, dtype=torch.float64, requires_grad=True), []
     for single.way in (False, True, True, False, True):
         model.way = single.way
-        beside(single, model, mesh, (x,))
+        assert_step_equal(single, model, mesh, (x,))
         strays.append(left_plan(model))
     assert strays == [False, True, False, False, False]
 
@@ -101,7 +101,7 @@ def test_backward_of_a_call_before_its_record_was_planned_again(mesh: DeviceMesh
             losses.append(dsp.mean(m(x).square()))
         for loss in reversed(losses):
             loss.backward()
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    assert_close_named(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
 
 
 def stretching(m: Any, x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_data_may_say_other_sizes_in_every_call(mesh: DeviceMesh, kind: str) -> 
         mask = torch.zeros(2, 6, dtype=torch.bool)
         mask.view(-1)[torch.randperm(12)[:count]] = True
         mask[0, :2] = True
-        beside(single, model, mesh, (x, mask, table))
+        assert_step_equal(single, model, mesh, (x, mask, table))
 
 
 def test_a_record_of_ever_other_sizes_does_not_grow_for_good(mesh: DeviceMesh) -> None:

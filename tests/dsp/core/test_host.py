@@ -238,7 +238,7 @@ def compiled_between(mesh: DeviceMesh, x: Tensor) -> None:
     assert runs
 
 
-def test_what_cannot_run_is_refused_in_a_sentence(mesh: DeviceMesh) -> None:
+def test_impossible_calls_are_refused_in_a_sentence(mesh: DeviceMesh) -> None:
     x = inputs()
     for name, (glue, says) in REFUSED.items():
         model = dsp.parallelize(Model(glue), mesh)
@@ -326,7 +326,7 @@ class Caches(Model):
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
-def test_what_a_model_keeps_is_of_its_own_runs(mesh: DeviceMesh) -> None:
+def test_kept_state_is_of_real_runs_alone(mesh: DeviceMesh) -> None:
     single, model = Caches(), dsp.parallelize(Caches(), mesh)
     for call in range(4):
         torch.testing.assert_close(model(inputs()), single(inputs()))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from tests.support.beside import averaged, beside, exact
+from tests.support.parity import assert_parallel_equal, assert_step_equal, averaged
 from tests.support.refusals import refused
 from tests.support.slow import slow
 from tests.support.toys import Along, Blocks, C, Core, Does, Fn, SpaceTime
@@ -174,7 +174,7 @@ def test_a_rate_of_the_users_own_that_rises_from_zero(mesh: DeviceMesh) -> None:
 def test_a_hook_on_a_gradient_sees_that_of_one_process(mesh: DeviceMesh) -> None:
     single = SpaceTime(hooked).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
-    beside(single, model, mesh, (torch.randn(1, 7, 5, C, dtype=torch.float64, requires_grad=True),))
+    assert_step_equal(single, model, mesh, (torch.randn(1, 7, 5, C, dtype=torch.float64, requires_grad=True),))
     for found, expected in zip(model.kept, single.kept):
         torch.testing.assert_close(dsp.gather(found.grad), expected.grad)
 
@@ -303,11 +303,11 @@ def test_a_function_of_autograd_is_refused_between_stages(mesh: DeviceMesh, name
     refused(r"the autograd.Function \w+ between stages.*name that in stages", model, x, error=dsp.GlueError)
 
 
-def test_what_is_written_out_leaves_a_forward_in_pieces(mesh: DeviceMesh) -> None:
+def test_written_out_operations_in_a_forward_in_pieces(mesh: DeviceMesh) -> None:
     """An operation of torch that is written out between stages enters the mode of the forward anew."""
     single = SpaceTime(lambda m, x: m.time(m.space(x) * F.cosine_similarity(m.space(x), x, -1)[..., None])).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=2)
-    beside(single, model, mesh, (torch.randn(2, 8, 8, C, dtype=torch.float64),), rounds=2)
+    assert_step_equal(single, model, mesh, (torch.randn(2, 8, 8, C, dtype=torch.float64),), rounds=2)
 
 
 class Again(torch.autograd.Function):
@@ -350,7 +350,7 @@ def shares(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "f", [shares, nn.Sequential(nn.Linear(4, 4), nn.Softmax(1)).double()], ids=["function", "module"]
 )
-def test_what_torchscript_compiled_runs_whole(mesh: DeviceMesh, f: Any) -> None:
+def test_torchscript_runs_on_full_tensors(mesh: DeviceMesh, f: Any) -> None:
     compiled = of_torchscript(f)
     model = dsp.parallelize(
         Does(lambda m, x: compiled(x * m.w) * x, w=nn.Parameter(torch.ones(4).double())), mesh, {"": "x=b t c"}
@@ -379,7 +379,9 @@ def test_an_overload_of_an_op_is_an_operation(mesh: DeviceMesh) -> None:
     """It would run on a rank's part of the tensor as if that were the full tensor."""
     op = torch.ops.aten.cumsum.default
     x = torch.randn(2, 6, 5, C, dtype=torch.float64)
-    exact(SpaceTime(lambda m, x: m.time(op(m.space(x), 1) + op(m.space(x), 2))).double(), mesh, (x,), rounds=2)
+    assert_parallel_equal(
+        SpaceTime(lambda m, x: m.time(op(m.space(x), 1) + op(m.space(x), 2))).double(), mesh, (x,), rounds=2
+    )
 
 
 def test_a_sharded_tensor_that_leaves_in_an_object(mesh: DeviceMesh) -> None:
@@ -401,9 +403,9 @@ def test_functions_of_lists_are_not_those_of_one_tensor(mesh: DeviceMesh) -> Non
         return m.time(x) * sums[1].mean() + foreach("norm")(sums)[0]
 
     x = torch.randn(2, 7, 5, C, dtype=torch.float64)
-    exact(SpaceTime(forward).double(), mesh, (x,), rounds=2)
+    assert_parallel_equal(SpaceTime(forward).double(), mesh, (x,), rounds=2)
     single = SpaceTime(lambda m, x: foreach("mul_")([m.space(x)], [2.0])).double()
-    exact(single, mesh, (x,), rounds=2)
+    assert_parallel_equal(single, mesh, (x,), rounds=2)
 
 
 class Gathers(nn.Module):
@@ -669,7 +671,7 @@ class OtherWay(nn.Module):
 def test_a_run_that_left_its_plan_is_exact_where_a_rank_holds_no_head(mesh: DeviceMesh) -> None:
     """And the next one, which is recorded, begins as sharded as it did."""
     inputs = (torch.randn(1, 9, C, dtype=torch.float64, requires_grad=True),)
-    _, second, third = exact(OtherWay().double(), mesh, inputs, {"": "x=b n c"}, rounds=3, count=True)
+    _, second, third = assert_parallel_equal(OtherWay().double(), mesh, inputs, {"": "x=b n c"}, rounds=3, count=True)
     assert second.forward.bytes == third.forward.bytes
 
 
@@ -734,7 +736,7 @@ def test_zeros_are_not_made_whole_and_then_cut_to_be_written_into(mesh: DeviceMe
         patch.setattr("dsp.planner.sweep.STATES", 1)
         for n in (7, 5):
             inputs = (torch.randn(1, n, C, dtype=torch.float64, requires_grad=True),)
-            exact(LastRows().double(), mesh, inputs, {"": "x=b n c"}, rounds=2)
+            assert_parallel_equal(LastRows().double(), mesh, inputs, {"": "x=b n c"}, rounds=2)
 
 
 @pytest.mark.parametrize("kind", [{"scale_grad_by_freq": True}, {"max_norm": 0.5}])
@@ -742,7 +744,7 @@ def test_an_embedding_that_depends_on_all_its_places(mesh: DeviceMesh, kind: dic
     """Gradients by how often a row is read, and rows whose norm is cut once they are read."""
     single = Does(lambda m, x: m.table(x).tanh() * m.table.weight.sum(), table=nn.Embedding(5, C, **kind)).double()
     model, x = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s"}), torch.tensor([[0, 1, 1, 3, 1, 0, 2]])
-    beside(single, model, mesh, (x,), rounds=2)
+    assert_step_equal(single, model, mesh, (x,), rounds=2)
     assert torch.equal(model.table.weight, single.table.weight)
 
 

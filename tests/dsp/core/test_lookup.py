@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from tests.support import toys
-from tests.support.beside import averaged, beside, exact, same
+from tests.support.parity import assert_close_named, assert_parallel_equal, assert_step_equal, averaged
 from tests.support.records import left_plan, same_key
 from tests.support.runs import Heard
 
@@ -68,7 +68,7 @@ def test_two_that_read_the_same_are_decided_apart(mesh: DeviceMesh, shape, check
     single, model = both(Projections(time_first, checkpoints), mesh)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     with Heard() as heard:
-        beside(single, model, mesh, (x,), rounds=2)
+        assert_step_equal(single, model, mesh, (x,), rounds=2)
     assert any(len({*decisions}) > 1 for decisions in same_key(model))
     assert heard.texts == []
 
@@ -81,7 +81,7 @@ def remembering(m: toys.SpaceTime, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
-def test_what_a_call_left_is_found_by_those_that_are_computed_again_later(mesh: DeviceMesh) -> None:
+def test_recomputation_finds_the_memory_of_its_own_call(mesh: DeviceMesh) -> None:
     """Three forwards, and only then their backwards."""
     single, model = both(toys.SpaceTime(remembering, memory=None), mesh)
     xs = [torch.randn(1, 4, 6, toys.C, dtype=torch.float64) for _ in range(3)]
@@ -92,7 +92,7 @@ def test_what_a_call_left_is_found_by_those_that_are_computed_again_later(mesh: 
             losses = [dsp.mean(m(x).square()) for x in xs]
             for loss in losses:
                 loss.backward()
-    same(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
+    assert_close_named(averaged(model, mesh), {n: p.grad for n, p in single.named_parameters()})
     assert heard.texts == []
 
 
@@ -115,10 +115,10 @@ class Weighed(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
-def test_what_a_stage_returns_as_it_was_given_is_read_whole_where_it_is_whole(mesh: DeviceMesh) -> None:
+def test_an_input_that_a_stage_returns_stays_full(mesh: DeviceMesh) -> None:
     inputs = torch.randn(2, 5, 7, toys.C, dtype=torch.float64), torch.rand(2, 7, dtype=torch.float64)
     with Heard() as heard:
-        exact(Weighed().double(), mesh, inputs, rounds=3)
+        assert_parallel_equal(Weighed().double(), mesh, inputs, rounds=3)
     assert heard.texts == []
 
 
@@ -141,7 +141,7 @@ def test_an_operation_less_or_other_numbers_leave_the_plan_in_force(mesh: Device
         for logs, start in ((True, 1), (False, 1), (False, 2), (True, 0), (False, 1)):
             for m in (single, model):
                 m.logs, m.start = logs, start
-            beside(single, model, mesh, (x,))
+            assert_step_equal(single, model, mesh, (x,))
             assert not left_plan(model)
     assert heard.texts == []
 
@@ -169,7 +169,7 @@ def test_a_number_that_is_a_tensor_may_be_another_in_the_next_call(mesh: DeviceM
     x = torch.randn(1, 4, 2, toys.C, dtype=torch.float64, requires_grad=True)
     for at in values:
         single.at = model.at = at
-        beside(single, model, mesh, (x,))
+        assert_step_equal(single, model, mesh, (x,))
 
 
 def casting(m: toys.SpaceTime, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def apart(m: toys.SpaceTime, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(("does", "what"), [(doubling, "mul()"), (apart, "stage 'time'")])
-def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(mesh: DeviceMesh, does, what: str) -> None:
+def test_unplanned_operations_are_chosen_on_the_way_and_planned_next_time(mesh: DeviceMesh, does, what: str) -> None:
     model = toys.SpaceTime(does, twice=False)
     if does is apart:
         model.stages = {name: text for name, text in model.stages.items() if name}
@@ -212,7 +212,7 @@ def test_what_no_plan_has_is_chosen_on_the_way_and_planned_next_time(mesh: Devic
     for twice in (False, True, True, False):
         single.twice = model.twice = twice
         with Heard() as heard:
-            beside(single, model, mesh, (x,))
+            assert_step_equal(single, model, mesh, (x,))
         told.append(heard.texts)
     assert told[0] == told[2] == []
     if mesh.get_local_rank() == 0:  # which speaks for all

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from dsp.planner.loops import runs
 from dsp.planner.sweep import Sweep
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.slow import long
 
 
@@ -97,7 +97,7 @@ def test_tiles_that_are_alike_take_the_same_choices() -> None:
 def test_they_are_exact(mesh: DeviceMesh, what: str) -> None:
     if what == "scan":
         single, x, stages = nn.Sequential(Scan(), Scan()).double(), torch.randn(2, 18, 6).double(), {"": "input=b l c"}
-        beside(single, dsp.parallelize(copy.deepcopy(single), mesh, stages), mesh, {"input": x})
+        assert_step_equal(single, dsp.parallelize(copy.deepcopy(single), mesh, stages), mesh, {"input": x})
         return
     single, z = tiled((7, 9))
     model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "z=b c h w"})

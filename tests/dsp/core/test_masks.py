@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import exact
+from tests.support.parity import assert_parallel_equal
 
 C = 4
 
@@ -53,7 +53,7 @@ def test_boolean_mask_writes_need_no_communication(mesh: DeviceMesh) -> None:
     for way in WAYS:
         torch.manual_seed(0)
         single, x = Masking(way).double(), torch.randn(2, 7, C, dtype=torch.float64, requires_grad=True)
-        steps = exact(single, mesh, (x,), {"": "x=b r f"}, gather=False, rounds=3, count=True)
+        steps = assert_parallel_equal(single, mesh, (x,), {"": "x=b r f"}, gather=False, rounds=3, count=True)
         found[way] = [dict(comm.forward.bytes) for comm in steps]
     own = found["whole"]  # attention alone, whose mask is whole on every rank
     assert all(found[way] == own for way in ("rows", "all", "tensor", "row", "one row", "bool"))

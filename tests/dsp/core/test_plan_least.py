@@ -104,7 +104,7 @@ def test_stages_leave_the_batch_to_data_parallelism() -> None:
 
 
 @pytest.mark.parametrize(("n", "batch", "layout"), [(2, 2, "b"), (3, 2, "w"), (2, 3, "b"), (3, 4, "w")])
-def test_what_runs_along_batch_alone_leaves_no_third_rank_idle(n: int, batch: int, layout: str) -> None:
+def test_batch_is_sharded_only_where_few_ranks_are_idle(n: int, batch: int, layout: str) -> None:
     """Along batch it would send nothing, as data parallelism: where its parts are as long as 1.5/N it does not."""
     plan = dsp.plan(
         nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 3, 3, padding=1)),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.records import left_plan, planned, records
 from tests.support.toys import C, Does
 
@@ -43,7 +43,7 @@ def test_masks_and_buffers_are_read_before_the_first_call(mesh: DeviceMesh) -> N
     x, pad = torch.randn(1, 25, C, dtype=torch.float64), torch.zeros(1, 25)
     for ones in (0, 2, 0):
         pad[:, 1 : 1 + ones] = 1
-        beside(single, model, mesh, (x, pad.clone()))
+        assert_step_equal(single, model, mesh, (x, pad.clone()))
         assert ones or not left_plan(model)
 
 
@@ -52,17 +52,17 @@ def test_activations_are_not(mesh: DeviceMesh) -> None:
     single = Does(activations, lin=nn.Linear(C, C)).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s c"})
     x = torch.randn(1, 25, C, dtype=torch.float64)
-    beside(single, model, mesh, (x, x[..., 0]))
+    assert_step_equal(single, model, mesh, (x, x[..., 0]))
     assert not planned(model)
-    beside(single, model, mesh, (x, x[..., 0]), rounds=2)
+    assert_step_equal(single, model, mesh, (x, x[..., 0]), rounds=2)
     assert planned(model)
 
 
-def test_what_was_written_is_not_read_as_it_was(mesh: DeviceMesh) -> None:
+def test_reads_after_a_write_see_it(mesh: DeviceMesh) -> None:
     single = Does(written, lin=nn.Linear(C, C)).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s c"})
     inputs = torch.randn(1, 25, C, dtype=torch.float64), torch.zeros(1, 25)
-    beside(single, model, mesh, inputs)
+    assert_step_equal(single, model, mesh, inputs)
     assert not records(model)[0].planned
-    beside(single, model, mesh, inputs, rounds=2)
+    assert_step_equal(single, model, mesh, inputs, rounds=2)
     assert planned(model)

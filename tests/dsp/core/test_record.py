@@ -107,7 +107,7 @@ def test_a_plan_goes_to_another_process_without_its_record() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_is_refused_is_named_with_its_line_though_the_forward_went_on(fails: bool) -> None:
+def test_a_refusal_names_its_line_though_the_forward_went_on(fails: bool) -> None:
     def read(y: Tensor) -> Tensor:
         wrong = y.as_strided((1,), (1,))
         if fails:

@@ -65,7 +65,7 @@ def forward(self, x: (b, s, c)):
 
 
 @pytest.mark.parametrize("what", PLANS)
-def test_what_a_plan_sends(what: str) -> None:
+def test_bytes_and_calls_of_plans(what: str) -> None:
     n, gather, nbytes, calls, text = PLANS[what]
     with float64():
         model = build(text)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from dsp.support.tensors import overlap
 from tests.support import toys
-from tests.support.beside import beside, exact
+from tests.support.parity import assert_parallel_equal, assert_step_equal
 from tests.support.runs import Heard
 from tests.support.toys import C, SpaceTime
 
@@ -93,9 +93,9 @@ def thirds(m: Sharing, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mesh", [2, 3], indirect=True)
 @pytest.mark.parametrize("glue", [written_before, input_written])
-def test_what_shares_memory_sees_a_write(mesh: DeviceMesh, glue: Callable[[Sharing, Tensor], Tensor]) -> None:
+def test_views_see_a_write(mesh: DeviceMesh, glue: Callable[[Sharing, Tensor], Tensor]) -> None:
     x = torch.randn(2, 5, 7, C, dtype=torch.float64, requires_grad=True)
-    exact(Sharing(glue).double(), mesh, (x,), gather=False, rounds=2)
+    assert_parallel_equal(Sharing(glue).double(), mesh, (x,), gather=False, rounds=2)
 
 
 def steps(m: Sharing, y: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def test_a_write_that_no_layout_of_the_tensor_can_take(mesh: DeviceMesh, write: 
     """The view's steps cut across t and s, along which a product leaves the tensor."""
     x = torch.randn(1, 5, 7, C, dtype=torch.float64, requires_grad=True)
     single = Sharing(lambda m, x: write(m, nn.functional.linear(x, m.twice.weight).clone()))
-    exact(single.double(), mesh, (x,), {"": "x=b t s c"}, rounds=2)
+    assert_parallel_equal(single.double(), mesh, (x,), {"": "x=b t s c"}, rounds=2)
 
 
 def dense(m: Sharing, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def test_the_shard_of_a_result_that_every_rank_computed_is_dense_and_alone(mesh:
 
     single = toys.Does(forward, t=Size(4, 4)).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t c", "t": "b t [c]"})
-    beside(single, model, mesh, (torch.randn(2, 7, 4, dtype=torch.float64),))
+    assert_step_equal(single, model, mesh, (torch.randn(2, 7, 4, dtype=torch.float64),))
     assert model.t.times == 1
 
 
@@ -285,7 +285,7 @@ def test_a_view_that_is_a_copy_where_a_rank_has_nothing_may_be_written(mesh: Dev
         torch.view_as_complex(y.unflatten(-1, (2, 2))).mul_(2j)
         return m.time(y)
 
-    exact(SpaceTime(forward).double(), mesh, (torch.randn(1, 4, 2, C, dtype=torch.float64),))
+    assert_parallel_equal(SpaceTime(forward).double(), mesh, (torch.randn(1, 4, 2, C, dtype=torch.float64),))
 
 
 def detached(m: toys.Does, x: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def test_a_write_into_an_input_under_inference_mode(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("mesh", [2, 3])
-def test_what_is_written_in_another_layout_stays_in_it(mesh: DeviceMesh) -> None:
+def test_a_tensor_stays_in_the_layout_it_was_written_in(mesh: DeviceMesh) -> None:
     """Numbers at places of the full tensor: it is gathered for them, and once, as planned."""
 
     def put(m: Any, x: Tensor) -> Tensor:
@@ -333,5 +333,5 @@ def test_what_is_written_in_another_layout_stays_in_it(mesh: DeviceMesh) -> None
     single, x = toys.Does(put, lin=nn.Linear(C, C)).double(), torch.randn(1, 7, C, dtype=torch.float64)
     model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b s c"})
     with Heard() as heard:
-        beside(single, model, mesh, (x,), rounds=2)
+        assert_step_equal(single, model, mesh, (x,), rounds=2)
     assert not any("its plan says" in text for text in heard.texts)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.support.beside import exact
+from tests.support.parity import assert_parallel_equal
 from tests.support.toys import C, SpaceTime
 
 
@@ -48,7 +48,9 @@ class Functions(nn.Module):
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_a_stage_that_ends_in_a_function(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
-    exact(Functions().double(), mesh, {"x": torch.randn(1, 3, 5, 4, dtype=torch.float64)}, Functions.stages)
+    assert_parallel_equal(
+        Functions().double(), mesh, {"x": torch.randn(1, 3, 5, 4, dtype=torch.float64)}, Functions.stages
+    )
 
 
 class Twin(nn.Module):
@@ -73,7 +75,9 @@ class Returned(nn.Module):
 @pytest.mark.parametrize("mesh", [2, 3])
 def test_a_tensor_that_a_stage_returns_twice_is_one(mesh: DeviceMesh) -> None:
     """On a rank that holds no row as well."""
-    exact(Returned().double(), mesh, {"x": torch.randn(1, 2, 5, 4, dtype=torch.float64)}, Returned.stages)
+    assert_parallel_equal(
+        Returned().double(), mesh, {"x": torch.randn(1, 2, 5, 4, dtype=torch.float64)}, Returned.stages
+    )
 
 
 def returned(m: Any, x: Tensor) -> Tensor:
@@ -89,4 +93,4 @@ def returned(m: Any, x: Tensor) -> Tensor:
 def test_an_argument_that_a_stage_returns_in_no_grad_keeps_its_gradient(mesh: DeviceMesh, pattern: str) -> None:
     single = SpaceTime(returned, same=nn.Identity()).double()
     single.stages = single.stages | {"same": pattern}
-    exact(single, mesh, (torch.randn(2, 7, 5, C, dtype=torch.float64),), rounds=2)
+    assert_parallel_equal(single, mesh, (torch.randn(2, 7, 5, C, dtype=torch.float64),), rounds=2)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from dsp.stages.notation import NotationError, parse
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.slow import slow
 
 ROWS = "b i [j c]"
@@ -55,7 +55,7 @@ def parity(mesh: DeviceMesh, rows: int, ckpt: bool) -> tuple[Any, dict[str, int]
     (single, z), (model, _) = pairs(rows, ckpt), pairs(rows, ckpt)
     stages = STAGES | {"product": PRODUCT}
     plan = dsp.plan(model, z.requires_grad_(), stages=stages, size=mesh.size(), gather_output=True)
-    (comm,) = beside(single, dsp.parallelize(model, mesh, stages), mesh, (z,), count=True)
+    (comm,) = assert_step_equal(single, dsp.parallelize(model, mesh, stages), mesh, (z,), count=True)
     return (plan.bytes, plan.text()), {p: sum(v["bytes"] for v in c.values()) for p, c in comm.by_collective().items()}
 
 

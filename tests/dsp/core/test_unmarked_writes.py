@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsp
 from dsp.core.torch_traits import written
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.refusals import refused
 from tests.support.slow import slow
 
@@ -54,7 +54,7 @@ C = 8
         (dist.irecv, "a", {"src": 0}, "a"),
     ],
 )
-def test_what_a_function_writes_into(func: Any, args: Any, kwargs: dict[str, Any], expect: str) -> None:
+def test_arguments_that_a_function_writes_into(func: Any, args: Any, kwargs: dict[str, Any], expect: str) -> None:
     """A letter stands for a tensor, several for a tuple of tensors, T for True and m for a number."""
     tensors: dict[str, Any] = {name: torch.zeros(2) for name in "abc"}
 
@@ -187,7 +187,7 @@ def test_a_write_that_no_name_shows_is_not_lost(mesh: DeviceMesh, inside: Callab
         for call in range(3):
             torch.manual_seed(call)
             x = torch.randn(1, 9, C, dtype=torch.float64)
-            beside(single, model, mesh, (x,))
+            assert_step_equal(single, model, mesh, (x,))
             with torch.inference_mode():
                 torch.testing.assert_close(model(x), single(x))
 
@@ -238,9 +238,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("inside", "message"), REFUSED, ids=[f.__name__ for f, _ in REFUSED])
-def test_what_cannot_be_right_is_refused_with_its_line(
-    mesh: DeviceMesh, inside: Callable[..., Any], message: str
-) -> None:
+def test_unsafe_writes_are_refused_with_their_line(mesh: DeviceMesh, inside: Callable[..., Any], message: str) -> None:
     model = dsp.parallelize(Inside(inside, mesh.get_group()), mesh)
     x = torch.randn(1, 8, C, dtype=torch.float64)
     refused(message, model, x, error=RuntimeError)

@@ -19,7 +19,7 @@ from dsp.discovery.recording import Recording
 from dsp.verify.slices import Draws, slices
 from tests.support import diffusers_latte, diffusers_models, toys
 from tests.support.registry import built, discovered, sample
-from tests.support.slow import long, slow, slow_but
+from tests.support.slow import keep_short, long, slow
 
 C = toys.C
 
@@ -162,7 +162,7 @@ class Nested(nn.Module):
         return self.net["grid"](x, self.text(text), mask)
 
 
-def test_what_runs_on_whole_tensors_is_no_stage() -> None:
+def test_modules_on_replicated_tensors_are_not_stages() -> None:
     kwargs = {k: v.float() for k, v in toys.inputs("Folded", 2, 7, 5).items()}
     expect = {f"net.grid.{k}" if k else k: v for k, v in discovered("Folded").items()}
     assert dsp.discover(Nested(), kwargs=kwargs) == expect
@@ -268,7 +268,7 @@ FOUND: dict[str, tuple[Any, tuple[Any, ...], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_becomes_a_stage(name: str) -> None:
+def test_discovered_stages(name: str) -> None:
     build, args, expect = FOUND[name]
     assert dsp.discover(build(), args) == expect
 
@@ -368,7 +368,7 @@ def test_layers_that_hand_on_a_dim_elsewhere_all_run() -> None:
     assert stages["1"] == stages["3"] == "b [s] t [c] -> b t [s c]"
 
 
-@pytest.mark.parametrize("name", slow_but(["Grid", "Folded", "Branches", "Pair"]))
+@pytest.mark.parametrize("name", keep_short(["Grid", "Folded", "Branches", "Pair"]))
 def test_without_data_the_rules_find_what_slices_do(name: str) -> None:
     model, kwargs = built(name).to("meta"), {k: v.to("meta") for k, v in sample(name).items()}
     assert dsp.discover(model, kwargs=kwargs) == discovered(name)
@@ -455,7 +455,7 @@ class Labelled(toys.SpaceTime):
         return self.time(self.space(x) + self.label(labels).unflatten(0, x.shape[:2])[:, :, None])
 
 
-def test_what_sizes_and_values_cannot_tell_is_asked_for() -> None:
+def test_ambiguous_dims_are_asked_for() -> None:
     x, labels = torch.randn(2, 7, 5, C), torch.arange(14) % 4
     with pytest.raises(ValueError, match=r"'labels' of the model has shape .* could be the dim of size 2 of 'x'"):
         dsp.discover(Labelled(), (x, torch.zeros_like(labels)))

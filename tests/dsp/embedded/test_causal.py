@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from dsp.embedded import pairs, ring_attention
 from dsp.planner import chunk_sizes
-from tests.support.beside import beside
 from tests.support.embedded import own
 from tests.support.loopback import measured
+from tests.support.parity import assert_step_equal
 from tests.support.slow import slow
 from zoo.attention import SoftmaxAttention, attend, turn
 
@@ -127,7 +127,7 @@ def test_models(mesh: DeviceMesh, heads: int, kv_heads: int, again: bool) -> Non
     dsp.embedded.parallelize(model, mesh, "ring", gather_output=False)
     for size in (4 * n, 4 * n + 1, n):
         x = places(size)
-        (comm,) = beside(single, model, mesh, {"x": x}, count=True, loss=dsp.mean)
+        (comm,) = assert_step_equal(single, model, mesh, {"x": x}, count=True, loss=dsp.mean)
         plan = dsp.embedded.plan(Causal(heads, kv_heads, again), x, size=n, method="ring", gather_output=False)
         for phase, planned in plan.sends.items():
             counted = getattr(comm, phase)

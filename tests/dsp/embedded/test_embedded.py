@@ -19,10 +19,10 @@ import zoo
 from dsp.comm.layout import Axis
 from dsp.embedded import blocks, ring_attention, ulysses_attention
 from dsp.embedded.ulysses import Ulysses
-from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import own, parity, recomputed, sent, step, two_blocks
 from tests.support.loopback import measured
+from tests.support.parity import assert_step_equal
 from tests.support.runs import alike, run_here
 from tests.support.slow import long, slow
 from zoo.attention import attend
@@ -119,7 +119,7 @@ def test_an_objective_that_shares_a_model_with_dsp(mesh: DeviceMesh, method: str
     dsp.parallelize(sampler, mesh, gather_output=False)
     for parallel in (model, sampler):
         single.zero_grad()
-        beside(single, parallel, mesh, inputs, loss=dsp.mean)
+        assert_step_equal(single, parallel, mesh, inputs, loss=dsp.mean)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
@@ -200,7 +200,7 @@ def build_meta(name: str, **overrides: int) -> tuple[nn.Module, dict[str, Tensor
         ("transformer2d", "ulysses", 8, "ulysses deals 4 heads over 8 ranks.*parallel.sp=4"),
     ],
 )
-def test_what_does_not_fit_is_an_error(name: str, method: str, size: int, message: str) -> None:
+def test_methods_that_do_not_fit_are_refused(name: str, method: str, size: int, message: str) -> None:
     model, inputs = build_meta(name)
     with pytest.raises(ValueError, match=message):
         dsp.embedded.plan(model, kwargs=inputs, size=size, method=method, gather_output=False)
@@ -234,7 +234,7 @@ def test_compiled_and_recomputed_stages(mesh: DeviceMesh, method: str) -> None:
     stage.forward = partial(checkpoint, stage.forward, use_reentrant=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        beside(single, model, mesh, doubled(example(single, 2, frames=2, height=4, width=6)))
+        assert_step_equal(single, model, mesh, doubled(example(single, 2, frames=2, height=4, width=6)))
 
 
 def test_reentrant_checkpoints_and_second_methods_are_errors(mesh: DeviceMesh) -> None:

@@ -16,9 +16,9 @@ import zoo
 from dsp.core.torch_calls import GlueError
 from dsp.embedded.grid import switch_ranks
 from dsp.stages.notation import NotationError
-from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import parity, recomputed, sent, step
+from tests.support.parity import assert_step_equal
 from tests.support.slow import slow
 from tests.support.toys import Core
 
@@ -129,7 +129,7 @@ def test_folds_and_what_else_a_stage_is_given(mesh: DeviceMesh, method: str, t: 
     for x in inputs.values():
         x.requires_grad_()
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    (comm,) = beside(single, model, mesh, inputs, count=True)
+    (comm,) = assert_step_equal(single, model, mesh, inputs, count=True)
     assert comm.forward.calls["switch"] > 0
 
 
@@ -175,7 +175,7 @@ def test_dims_that_others_are_folded_into(mesh: DeviceMesh, method: str, t: int,
     single = Folded(fold).double()
     model = copy.deepcopy(single)
     x = torch.randn(t, 2, s, fold, 8).double()
-    beside(single, dsp.embedded.parallelize(model, mesh, method, gather_output=False), mesh, (x,))
+    assert_step_equal(single, dsp.embedded.parallelize(model, mesh, method, gather_output=False), mesh, (x,))
 
 
 class Writer(Space):

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 import zoo
 from dsp.stages.notation import NotationError
-from tests.support.beside import beside
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import gradients
+from tests.support.parity import assert_step_equal
 from tests.support.runs import alike, run_here
 from tests.support.slow import long, slow
 from zoo.protein.objective import ProteinObjective
@@ -35,7 +35,7 @@ def parity(mesh: DeviceMesh, case: str, method: str, frames: int, height: int, w
     inputs["x"].requires_grad_()
     plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method=method, gather_output=False)
     dsp.embedded.parallelize(model, mesh, method, gather_output=False)
-    (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
+    (comm,) = assert_step_equal(single, model, mesh, inputs, gradients=gradients, count=True)
     weights = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
     assert len(weights) > 10
     for name, p in weights.items():
@@ -81,7 +81,7 @@ def test_lengths_and_checkpoints(mesh: DeviceMesh, method: str) -> None:
     for height, width in ((2, 10), (2, 2), (6, 2)):
         inputs = doubled(example(single, 1, frames=3, height=height, width=width))
         single.zero_grad()
-        (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
+        (comm,) = assert_step_equal(single, model, mesh, inputs, gradients=gradients, count=True)
         calls = comm.recompute.calls
         assert calls["gather"] + calls["all_reduce"] == 2 * 3  # the three regions of each spatial block alone
     with pytest.raises(RuntimeError, match="outside of its parallelized model"):
@@ -173,7 +173,7 @@ def test_fastfold(mesh: DeviceMesh, case: str) -> None:
     inputs = single.example_inputs(1, rows=5, residues=7)
     plan = dsp.embedded.plan(model, kwargs=inputs, size=mesh.size(), method="dap", gather_output=False)
     dsp.embedded.parallelize(model, mesh, "dap", gather_output=False)
-    (comm,) = beside(single, model, mesh, inputs, gradients=gradients, count=True)
+    (comm,) = assert_step_equal(single, model, mesh, inputs, gradients=gradients, count=True)
     scalars = 3 * 2 * 8 * (mesh.size() - 1) // mesh.size()
     assert comm.forward.bytes.total() - scalars <= plan.bytes["forward"]
     assert comm.backward.bytes.total() - scalars <= plan.bytes["backward"]

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 import dsp
 import zoo
-from tests.support.beside import beside, unsharded
 from tests.support.cases import build, doubled, example
 from tests.support.embedded import own, parity, recomputed, sent
 from tests.support.oracles import randomise
+from tests.support.parity import assert_step_equal, unsharded
 from tests.support.slow import slow
 from zoo.attention import LowRankAttention, SelfAttention
 
@@ -107,7 +107,7 @@ def test_fewer_places_and_other_models_are_what_they_were() -> None:
         (lambda: SelfAttention(48, 6, "s", low_rank=(2, 8))(torch.zeros(1, 1, 9, 48)), "low_rank=(2, 9)"),
     ],
 )
-def test_what_cannot_be_is_refused(make, message: str) -> None:
+def test_impossible_options_are_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
 
@@ -146,7 +146,7 @@ def step(mesh: DeviceMesh, how: str | None) -> dict:
     dsp.embedded.parallelize(model, mesh, "ring", gather_output=False)
     if how != "blocks":
         recomputed(model, how)
-    return beside(single, model, mesh, inputs, count=True)[0].by_collective()
+    return assert_step_equal(single, model, mesh, inputs, count=True)[0].by_collective()
 
 
 @pytest.mark.parametrize("how", [None, slow("stages"), slow("saved"), slow("blocks")])
@@ -213,7 +213,7 @@ def test_fully_shard(mesh: DeviceMesh) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    beside(single, model, mesh, inputs, gradients=unsharded)
+    assert_step_equal(single, model, mesh, inputs, gradients=unsharded)
 
 
 @pytest.mark.parametrize("mesh", [4])

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
 from dsp.support.tensors import tensors_in
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.runs import Heard
-from tests.support.slow import long, slow, slow_but
+from tests.support.slow import keep_short, long, slow
 
 C, HEADS, N = 24, 6, 11  # channels; heads of queries; places, of three samples that are packed in one row or padded
 ENDS = (3, 7, 11)
@@ -145,12 +145,12 @@ def exact(mesh: DeviceMesh, name: str) -> tuple[float, int, int]:
         rounding = {"rtol": 1e-4, "atol": 1e-6} if "Llama" in name else {}  # its norms are float32
         # no mean of squares: of what a norm has made that is always the same
         cubes = lambda *outputs: sum(dsp.mean(y * y * y) for y in outputs)  # noqa: E731
-        (comm,) = beside(single, model, mesh, given, count=True, loss=cubes, **rounding)
+        (comm,) = assert_step_equal(single, model, mesh, given, count=True, loss=cubes, **rounding)
     sent = sum(v for k, v in comm.forward.bytes.items() if k != "all_reduce")
     return plan.share, plan.bytes["forward"], sent
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "groups", "few heads of keys", "nn.TransformerEncoder"))
+@pytest.mark.parametrize("name", keep_short(MODELS, only=["groups", "few heads of keys", "nn.TransformerEncoder"]))
 def test_exact_and_shared(ranks: Any, name: str) -> None:
     found = ranks(exact, 3, name)
     planned = found[0][1]
@@ -198,7 +198,7 @@ def test_flex_attention(mesh: DeviceMesh, compiled: bool) -> None:
         plan = dsp.plan(single, kwargs=given, size=2, stages={"": "input=b n c"}, gather_output=False)
         model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "input=b n c"}, gather_output=False)
         model[0].compiled = compiled
-        beside(single, model, mesh, given)
+        assert_step_equal(single, model, mesh, given)
     assert plan.share <= 0.6
     compiling = list[bool]()
     torch.compile(lambda x: compiling.append(torch.compiler.is_dynamo_compiling()) or x, backend="eager")(torch.ones(1))
@@ -213,7 +213,7 @@ class Reading(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_functions_of_flex_attention_read_is_whole() -> None:
+def test_tensors_read_by_flex_attention_functions_are_replicated() -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         with pytest.raises(dsp.GlueError, match=r"score or mask function indexes a sharded tensor"):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from dsp.core.torch_calls import by_position
 from dsp.glue.rules import RULES
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.runs import Heard
 from tests.support.toys import Does
 
@@ -48,7 +48,7 @@ def test_a_tensor_that_is_a_keyword_is_an_operand(mesh: DeviceMesh, name: str) -
     single = Calls(CALLS[name]).double()
     with Heard() as heard:
         model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t c"})
-        beside(single, model, mesh, (torch.randn(2, 7, 4).double(),), rounds=2)
+        assert_step_equal(single, model, mesh, (torch.randn(2, 7, 4).double(),), rounds=2)
     assert not heard.texts  # no rule failed, and no rank has all of a table
 
 
@@ -64,7 +64,7 @@ def test_a_rule_that_fails_leaves_its_operation_replicated(mesh: DeviceMesh) -> 
     with pytest.MonkeyPatch.context() as patch, Heard() as heard:
         patch.setitem(RULES, "roll", lambda frame: 1 // 0)
         model = dsp.parallelize(copy.deepcopy(single), mesh, {"": "x=b t c"})
-        beside(single, model, mesh, (torch.randn(2, 7, 4).double(),), rounds=2)
+        assert_step_equal(single, model, mesh, (torch.randn(2, 7, 4).double(),), rounds=2)
     text, *_ = [text for text in heard.texts if "failed" in text]
     assert "the rule of roll([2, 7, 4]) between stages failed (at test_keywords.py:" in text
     assert "ZeroDivisionError" in text

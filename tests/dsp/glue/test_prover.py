@@ -141,7 +141,7 @@ def show(wrong: list[Proof]) -> str:
 @pytest.mark.parametrize(
     "rule", [slow(rule) if rule in ("attention", "recurrent") else rule for rule in sorted(BY_RULE)]
 )
-def test_what_a_rule_accepts_is_right(rule: str) -> None:
+def test_accepted_layouts_are_right(rule: str) -> None:
     proven(rule, 3)
 
 
@@ -155,7 +155,7 @@ PIECES = {RULES[name].__name__ for name in PIECEWISE}
 
 
 @pytest.mark.parametrize("rule", [r if r in ("cat", "take", "getitem", "setitem") else slow(r) for r in sorted(PIECES)])
-def test_what_is_joined_of_pieces_is_right(rule: str) -> None:
+def test_joined_pieces_are_right(rule: str) -> None:
     """Each piece is sharded on its own, as text and the tokens of a video that are joined to it."""
     proven(rule, 3, joins=8 if rule in ("take", "getitem", "setitem") else 1)
 
@@ -256,7 +256,7 @@ def test_zeros_are_made_in_parts(call: Call, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_is_written_into_zeros_may_be_sharded(n: int) -> None:
+def test_writes_into_zeros_may_be_sharded(n: int) -> None:
     """By index or by slices: along every dim but the one that is written to, which is whole or cut for all."""
     index = ints(3, 1, high=4).expand(3, 5)
     for func, args in (
@@ -306,7 +306,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("call", PARTS, ids=lambda call: call.func.__name__)
-def test_what_is_written_out_is_the_function(call: Call) -> None:
+def test_written_out_operations_equal_the_function(call: Call) -> None:
     inputs = [t for t in tensors_in((call.args, call.kwargs)) if t.requires_grad]
     expected = call.func(*call.args, **call.kwargs)
     found = traits(call.func).written_out(nullcontext(), call.args, call.kwargs)
@@ -316,7 +316,7 @@ def test_what_is_written_out_is_the_function(call: Call) -> None:
     assert_close(*grads)
 
 
-def test_what_reads_numbers_is_refused() -> None:
+def test_reads_of_numbers_are_refused() -> None:
     """`bool(x)` is no cast: what a rank would read is a number of its own part."""
     for method in ("__bool__", "__float__", "__int__", "__complex__"):
         call = Call(getattr(Tensor, method), (x(2),))

@@ -26,12 +26,12 @@ from dsp.comm.pending import ChunkedSwitch
 from dsp.comm.wire import AS_IT_IS
 from dsp.overlap.hidden import EXCHANGE
 from dsp.report.table import Plan
-from tests.support.beside import averaged, beside, unsharded
 from tests.support.loopback import TOLERANCE, measured
+from tests.support.parity import assert_step_equal, averaged, unsharded
 from tests.support.records import decisions, overlap_of, plan_text
 from tests.support.refusals import refused
 from tests.support.runs import Heard
-from tests.support.slow import slow, slow_but
+from tests.support.slow import keep_short, slow
 from tests.support.toys import Along, C, Fn, Folded, Grid
 from zoo.training import UserError
 from zoo.training.config import load
@@ -196,8 +196,8 @@ def exactly(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], overlap: int, *
     single, inputs = kind().double(), make(*sizes)
     model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=overlap, **how)
     with Heard() as heard:
-        beside(single, model, mesh, inputs, rounds=2)
-        *_, comm = beside(single, model, mesh, inputs, count=True)
+        assert_step_equal(single, model, mesh, inputs, rounds=2)
+        *_, comm = assert_step_equal(single, model, mesh, inputs, count=True)
     assert not heard.texts, heard.texts  # each rank sends what the plan has of it
     plan = planned(name, mesh.size(), sizes, overlap, **how)
     as_planned(mesh, plan, comm)
@@ -211,7 +211,7 @@ def exactly(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], overlap: int, *
 
 
 @pytest.mark.parametrize("n", [slow(2), 3, slow(4)])
-@pytest.mark.parametrize("name", slow_but(MODELS, "behind", "both", "two", "recomputed"))
+@pytest.mark.parametrize("name", keep_short(MODELS, only=["behind", "both", "two", "recomputed"]))
 def test_outputs_and_every_gradient_are_those_of_one_process(ranks, name: str, n: int) -> None:
     ranks(exactly, n, name, (2, 9, 13), 3)  # on four ranks one has no frame
     ranks(exactly, n, name, (1, 6 if name == "several" else 7, 5), 2)  # pieces of one, and of none
@@ -390,7 +390,7 @@ def sharded_step(mesh: DeviceMesh, kind: type[Behind], ckpt: bool, mixed: bool, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, name, counted)
-        sent = beside(
+        sent = assert_step_equal(
             single, model, mesh, of_grid(1, 7, 5), gradients=unsharded, rounds=2, count=True, **rounding
         )  # fmt: skip
     for comm in sent:
@@ -549,7 +549,7 @@ def left_alone(mesh: DeviceMesh, name: str) -> None:
         if name == "dropout":
             dsp.mean(model(*of_grid(1, 7, 5)).square()).backward()
         else:
-            beside(single, model, mesh, of_grid(1, 7, 5), rounds=2)
+            assert_step_equal(single, model, mesh, of_grid(1, 7, 5), rounds=2)
     assert not heard.texts, heard.texts
 
 
@@ -610,7 +610,7 @@ def written(mesh: DeviceMesh, kind: str) -> None:
     torch.manual_seed(0)
     single = Written(kind).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=2)
-    beside(single, model, mesh, of_grid(2, 9, 10), rounds=2)
+    assert_step_equal(single, model, mesh, of_grid(2, 9, 10), rounds=2)
 
 
 @pytest.mark.parametrize("kind", ["shared", "kept", "turned"])
@@ -626,7 +626,7 @@ class Branches(Behind):
 def branches(mesh: DeviceMesh) -> str:
     single = Branches().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, overlap=2)
-    beside(single, model, mesh, of_grid(1, 6, 6), rounds=3)
+    assert_step_equal(single, model, mesh, of_grid(1, 6, 6), rounds=3)
     return plan_text(model)
 
 
@@ -666,7 +666,7 @@ def refuses(mesh: DeviceMesh) -> None:
         refused("overlap: expected None, 'auto', a number", dsp.parallelize, Behind(), mesh, overlap=wrong)
 
 
-def test_what_does_not_work_is_an_error(ranks) -> None:
+def test_impossible_options_are_refused(ranks) -> None:
     ranks(refuses, 2)
     with pytest.raises(ValueError, match="overlap='auto' weighs"):
         planned("behind", 2, (1, 8, 8), "auto")
@@ -742,7 +742,7 @@ def by_the_links(mesh: DeviceMesh) -> str:
     torch.manual_seed(0)
     single = Behind().double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, overlap="auto")
-    beside(single, model, mesh, of_grid(1, 8, 8))
+    assert_step_equal(single, model, mesh, of_grid(1, 8, 8))
     return repr(overlap_of(model))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 import dsp
 from dsp.planner import Infeasible
 from tests.support import toys
-from tests.support.beside import wrap_checkpoints
+from tests.support.parity import wrap_checkpoints
 
 
 def test_a_stage_with_no_dim_left_is_shown_with_its_price() -> None:

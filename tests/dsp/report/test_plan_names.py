@@ -65,7 +65,7 @@ def test_a_dim_is_called_as_the_stage_calls_it_that_is_sharded_along_it() -> Non
     assert names(plan) <= {"b", "l", "c", "h", "e"}
 
 
-def test_what_nobody_names_is_called_after_what_it_is_made_of() -> None:
+def test_unnamed_dims_are_called_after_their_origin() -> None:
     plan = dsp.plan(Unnamed(), torch.randn(1, 6, 8), size=2, stages={"": "x=b l c"}, gather_output=False)
     assert names(plan) == {"l", "c", "c₁", "embedding₁"}
     assert [(row.layout, row.switch) for row in plan.stages] == [("c₁", "l → c₁"), ("embedding₁", "l → embedding₁")]

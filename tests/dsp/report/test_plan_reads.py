@@ -80,7 +80,7 @@ READERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_whatever_reads(name: str) -> None:
+def test_readers_of_values_need_real_inputs(name: str) -> None:
     x = torch.randn(1, 6, 4, toys.C)
     plan = dsp.plan(toys.Glued(READERS[name]), (x,), size=2, gather_output=False)
     assert [r.layout for r in plan.stages if r.pattern] == ["t", "s"]
@@ -101,7 +101,7 @@ def test_sparse_tensors_between_stages() -> None:
     assert [r.layout for r in plan.stages if r.pattern] == ["t", "s"]
 
 
-def test_what_no_trace_can_follow_is_raised_as_it_is() -> None:
+def test_errors_of_the_model_are_raised_unchanged() -> None:
     class Wrong(Masked):
         def forward(self, x: Tensor, mask: Tensor, layers: Tensor) -> Tensor:
             return super().forward(x.view(7), mask, layers)

@@ -196,7 +196,7 @@ def test_cells_of_pixels_need_a_line_which_discover_finds() -> None:
         assert (better.share, better.whole, better.advice) == (0.4, [], "")
 
 
-def test_what_no_line_helps_is_said_too() -> None:
+def test_advice_where_no_line_helps() -> None:
     plan = planned(*CASES["written graph"])
     assert plan.share == 1
     said = "put() in conv (720 B). put(): it has no rule for a sharded tensor"
@@ -218,7 +218,7 @@ class LookedUp(nn.Module):
         return self.table(x.mean(-1).cummax(1).indices % 4)
 
 
-def test_what_reads_a_replicated_tensor_names_the_operation_that_left_it_so() -> None:
+def test_readers_of_a_replicated_tensor_name_the_operation_behind_it() -> None:
     plan = dsp.plan(LookedUp(), torch.randn(1, 9, 8), size=3, gather_output=False)
     said = "embedding(): it reads what comes of cummax(), which is replicated: it has no rule for a sharded tensor. "
     assert said in plan.advice
@@ -238,7 +238,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_what_is_made_of_parameters_alone_has_advice_of_its_own(trained: bool) -> None:
+def test_advice_on_tensors_of_parameters_alone(trained: bool) -> None:
     """No stage shards it."""
     model = Normed().requires_grad_(trained)
     plan = dsp.plan(model, torch.randn(1, 9, 64), size=2, gather_output=False)
@@ -274,7 +274,7 @@ def test_a_mask_that_every_rank_has_counts_in_the_dtype_of_its_attention_too() -
     assert (halves.share < 0.51, halves.whole) == (True, [])
 
 
-def test_what_is_written_into_a_whole_tensor_is_said_too() -> None:
+def test_writes_into_a_replicated_tensor_are_listed() -> None:
     plan = dsp.plan(Written(), torch.randn(12, 6), size=3, gather_output=False)
     assert [(w.name, w.bytes) for w in plan.whole] == [("clone", 288), ("setitem", 288)]
 

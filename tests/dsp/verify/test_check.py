@@ -197,7 +197,7 @@ class Unborn(nn.Module):
         return self.last(self.time(self.space(x)))
 
 
-def test_what_one_call_does_not_show_is_found(mesh: DeviceMesh) -> None:
+def test_faults_after_the_first_call_are_found(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 7, 5, 4)
     for name, (wrong, says) in LATE.items():
@@ -236,7 +236,7 @@ def test_all_ranks_report_what_one_of_them_sees(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("mesh", [1, 2])
-def test_what_is_not_covered_is_said(mesh: DeviceMesh) -> None:
+def test_uncovered_parts_are_listed(mesh: DeviceMesh) -> None:
     report = dsp.check(Partly(), (torch.randn(1, 5, 3, 4),), mesh=mesh)
     assert report, report.text()
     assert report.modes == (["eval", "no_grad", "training"] if mesh.size() > 1 else [])

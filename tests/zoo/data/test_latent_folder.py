@@ -44,7 +44,7 @@ def test_buckets_have_their_share_of_every_epoch_and_come_in_no_order():
     assert len(set(map(tuple, epochs))) == 4
 
 
-def test_what_is_left_of_a_bucket_waits_for_its_next_epoch():
+def test_leftover_clips_wait_for_the_next_epoch():
     steps = [bucket_step(0, step, [5, 3], [2, 4]) for step in range(13)]  # four epochs: 20/2 and 12/4 steps
     assert Counter(k for k, _, _ in steps) == {0: 10, 1: 3}
     assert [k for k, _, _ in steps[:2]] == [0, 0]  # three clips are no batch of four yet

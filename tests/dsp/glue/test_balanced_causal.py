@@ -21,7 +21,7 @@ from dsp.core.torch_calls import Operand
 from dsp.glue.rules import Frame
 from dsp.glue.rules.flex import Local
 from dsp.planner import chunk_sizes
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.runs import Heard
 from tests.support.slow import slow
 
@@ -89,7 +89,9 @@ def exact(
     plan = dsp.plan(model, x, size=mesh.size(), gather_output=False)
     parallel = dsp.parallelize(copy.deepcopy(model), mesh, gather_output=False)
     with Heard() as heard:
-        (comm,) = beside(single or model, parallel, mesh, {"x": x}, count=count, loss=lambda y: dsp.mean(y * y * y))
+        (comm,) = assert_step_equal(
+            single or model, parallel, mesh, {"x": x}, count=count, loss=lambda y: dsp.mean(y * y * y)
+        )
     assert not [text for text in heard.texts if "its plan says" in text]
     return plan, comm
 
@@ -166,7 +168,7 @@ def test_blocks_are_dealt_so_that_work_is_even(mask: str, n: int) -> None:
     assert max(chunks) > 1.2 * mean
 
 
-def test_what_is_even_or_short_stays() -> None:
+def test_even_or_short_work_is_not_dealt() -> None:
     for mask, size in ((window, 336), (causal, 4 * B)):
         assert frame(mask, size, 4, 0)[0].outcome().deal is None
     assert frame(causal, 8 * B, 4, 0)[0].outcome().deal is not None

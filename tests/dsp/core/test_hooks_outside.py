@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import dsp
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 
 HEADS, C = 4, 8
 STAGES = {"": "x=b s c"}
@@ -62,7 +62,7 @@ def test_outputs_and_every_gradient(mesh: DeviceMesh, adds: str, ckpt: bool) -> 
     model = dsp.parallelize(copy.deepcopy(single), mesh, STAGES)
     for length in (13, 13, 9):
         x = torch.randn(2, length, C, dtype=torch.float64, requires_grad=True)
-        beside(single, model, mesh, (x,), count=True)
+        assert_step_equal(single, model, mesh, (x,), count=True)
 
 
 @pytest.mark.parametrize("mesh", [3])
@@ -72,7 +72,7 @@ def test_in_a_graph(mesh: DeviceMesh, adds: str) -> None:
     single = Tokens(adds).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh, STAGES, compile="eager")
     for _ in range(2):
-        beside(single, model, mesh, (torch.randn(1, 13, C, dtype=torch.float64),))
+        assert_step_equal(single, model, mesh, (torch.randn(1, 13, C, dtype=torch.float64),))
 
 
 @pytest.mark.parametrize("adds", ["table", "bias", "rows"])
@@ -122,7 +122,7 @@ cached = lru_cache(maxsize=4)(distances)
 
 @pytest.mark.parametrize("mesh", [3])
 @pytest.mark.parametrize("where", ["attribute", "cache", "dict"])
-def test_what_the_model_keeps_is_whole(mesh: DeviceMesh, where: str) -> None:
+def test_kept_tensors_are_full(mesh: DeviceMesh, where: str) -> None:
     """Others may read it: the model on one process, or its state dict."""
     cached.cache_clear()
     KEPT.clear()

@@ -158,7 +158,7 @@ class Logging(Recurrent):
         return self.state[-1].softmax(1)
 
 
-def test_what_no_call_reads_changes_no_plan(mesh: DeviceMesh) -> None:
+def test_unread_state_changes_no_plan(mesh: DeviceMesh) -> None:
     single, x = Logging().double(), torch.randn(2, 7, 6).double()
     model = dsp.parallelize(copy.deepcopy(single), mesh)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from dsp.comm.moves import Part, switch_local
 from dsp.comm.pending import ahead
 from dsp.overlap.ahead import launch as launch_switch
 from dsp.support.tensors import memory
-from tests.support.beside import beside
+from tests.support.parity import assert_step_equal
 from tests.support.toys import Fn
 
 SIZES = [1, 2, 3, 4]
@@ -146,10 +146,10 @@ def test_nothing_is_read_before_its_all_to_all_arrives(mesh: DeviceMesh, name: s
     under_way = list[int]()
     with all_large(partial(late, under_way, launch_switch)):
         model = dsp.parallelize(copy.deepcopy(single), mesh)
-        beside(single, model, mesh, (x,), rounds=2)
+        assert_step_equal(single, model, mesh, (x,), rounds=2)
         with torch.no_grad():
             torch.testing.assert_close(model(x), single(x))
-        beside(single, model, mesh, (x,))
+        assert_step_equal(single, model, mesh, (x,))
     assert name != "nothing" or max(under_way) == 3  # q, k and v
 
 

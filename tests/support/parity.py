@@ -1,4 +1,4 @@
-"""N ranks beside one process: outputs, a loss, every gradient, and what was sent."""
+"""N ranks against one process: outputs, a loss, every gradient, and what was sent."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def unsharded(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
     return {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
 
 
-def same(got: dict[str, Tensor], expect: dict[str, Tensor | None], **rounding: float) -> None:
+def assert_close_named(got: dict[str, Tensor], expect: dict[str, Tensor | None], **rounding: float) -> None:
     for name, g in expect.items():
         g = torch.zeros_like(got[name]) if g is None else g
         torch.testing.assert_close(got[name], g, msg=lambda m, name=name: f"{name}: {m}", **rounding)
 
 
-def beside(
+def assert_step_equal(
     single: nn.Module, model: nn.Module, mesh: DeviceMesh, inputs: Any, given: Any = None, *,
     gradients: Any = averaged, loss: Any = None, rounds: int = 1, count: bool = False, **rounding: float,
 ) -> list[Any]:  # fmt: skip
-    """Steps of `model` on all ranks beside one of `single` on one process: outputs, a loss, every gradient.
+    """Steps of `model` on all ranks against one of `single` on one process: outputs, a loss, every gradient.
 
     `inputs`: arguments in a tuple or by name; of those that require gradients the gradients are compared too. `given`:
     what the ranks give the model, if it is something else. `loss`: of the outputs, instead of their mean squares.
@@ -78,17 +78,17 @@ def beside(
         torch.testing.assert_close(total, expect_total, **rounding)
         for a, b in zip(found, expect_inputs if given is None else ()):
             torch.testing.assert_close(a, b, **rounding)
-        same(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()}, **rounding)
+        assert_close_named(gradients(model, mesh), {n: p.grad for n, p in single.named_parameters()}, **rounding)
         sent.append(comm)
     return sent
 
 
-def exact(
+def assert_parallel_equal(
     single: nn.Module, mesh: DeviceMesh, inputs: Any, stages: Any = None, *, gather: bool = True, **how: Any
 ) -> list[Any]:
-    """`beside` a copy of the model made parallel."""
+    """Steps of a copy of the model, made parallel, against one of the model."""
     model = dsp.parallelize(copy.deepcopy(single), mesh, stages, gather_output=gather)
-    return beside(single, model, mesh, inputs, **how)
+    return assert_step_equal(single, model, mesh, inputs, **how)
 
 
 def wrap_checkpoints(model: nn.Module) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import dsp
 import zoo
 from tests.support import toys
-from tests.support.beside import wrap_checkpoints
+from tests.support.parity import wrap_checkpoints
 from tests.support.records import planned_forward
-from tests.support.slow import slow, slow_but
+from tests.support.slow import keep_short, slow
 
 C = 8
 
@@ -25,7 +25,9 @@ def same(model: nn.Module, kwargs: dict[str, Any], **options: Any) -> None:
     assert one == every
 
 
-@pytest.mark.parametrize("name", slow_but([name for name in toys.TOYS if name != "Unplanned"], "Folded", "Loss"))
+@pytest.mark.parametrize(
+    "name", keep_short([name for name in toys.TOYS if name != "Unplanned"], only=["Folded", "Loss"])
+)
 def test_the_same_trace(name: str) -> None:
     model, kwargs = toys.make(name), toys.inputs(name, 1, 7, 5)
     same(model, kwargs)
@@ -46,7 +48,7 @@ def test_the_same_trace_under_checkpointing(name: str) -> None:
     same(model, toys.inputs(name, 1, 7, 5), stages=stages)
 
 
-@pytest.mark.parametrize("name", slow_but(zoo.list_models(), "latte"))
+@pytest.mark.parametrize("name", keep_short(zoo.list_models(), only=["latte"]))
 def test_the_same_trace_of_the_zoo(name: str) -> None:
     with torch.device("meta"):
         deep = {"axial_image": {"exterior": 4, "outer": 4, "inner": 4}}.get(name, {"depth": 4})

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from tests.support.beside import exact
-from tests.support.slow import long, slow_but
+from tests.support.parity import assert_parallel_equal
+from tests.support.slow import keep_short, long
 from tests.support.toys import C, SpaceTime
 
 
@@ -84,7 +84,7 @@ MODELS = {
 @pytest.mark.parametrize("mesh", [2, long(3)])
 def test_exact(mesh: DeviceMesh, name: str) -> None:
     build, args = MODELS[name]
-    exact(build(), mesh, tuple(x.clone().requires_grad_() for x in args), rounds=2, loss=total)
+    assert_parallel_equal(build(), mesh, tuple(x.clone().requires_grad_() for x in args), rounds=2, loss=total)
 
 
 def test_nothing_costs_nothing() -> None:
@@ -95,7 +95,7 @@ def test_nothing_costs_nothing() -> None:
             assert dsp.plan(make(name), x, size=2, gather_output=True).bytes == least, name
 
 
-@pytest.mark.parametrize("name", slow_but([n for n in NOTHING if n != "stage"], "rotary", "frames", "data"))
+@pytest.mark.parametrize("name", keep_short([n for n in NOTHING if n != "stage"], only=["rotary", "frames", "data"]))
 def test_discover(name: str) -> None:
     assert dsp.discover(make(name), torch.randn(2, 7, 5, C)) == {**Model.stages, "": "x=b t s c -> b t s c"}
 

@@ -208,7 +208,7 @@ def gathering(m: toys.SpaceTime, x: Tensor) -> Tensor:
     return y
 
 
-def test_what_no_plan_has_is_named_with_its_place(mesh: DeviceMesh) -> None:
+def test_unplanned_traffic_is_named_with_its_place(mesh: DeviceMesh) -> None:
     model = dsp.parallelize(toys.SpaceTime(gathering), mesh, gather_output=False)
     with Heard() as heard, torch.no_grad():
         for _ in range(4):
@@ -278,7 +278,7 @@ def test_a_backward_that_sends_other_than_planned_says_so_once(mesh: DeviceMesh)
         assert re.search(r"464 B in 2 calls .* 736 B in 4: at stage 'time' nothing instead of a switch of 144 B", said)
 
 
-def test_what_is_computed_again_other_than_planned_is_said_once(mesh: DeviceMesh) -> None:
+def test_unplanned_recomputation_is_reported_once(mesh: DeviceMesh) -> None:
     """Recomputation that does not stop where it has all, in a thread of its own."""
     *_, told = way_back(mesh, apart=True, stop=False)
     assert len(told) == (mesh.get_local_rank() == 0)
