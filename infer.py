@@ -35,7 +35,7 @@ from zoo.training.environment import first_rank, world_size
 from zoo.training.show.options import checked
 from zoo.training.tracking import names_of, number_of
 from zoo.training.use import arguments as describe
-from zoo.training.use import load_model, locate, progress, say_written, wire_option
+from zoo.training.use import load_model, locate, log_written, progress, wire_option
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,7 +73,7 @@ def direct_coupling_analysis(arguments: Sequence[str]) -> int:
     dca.arguments(parser)
     options = checked(parser.parse_args(arguments))
     before = set(options.out.glob("*"))
-    say_written(dca.run(options), before)
+    log_written(dca.run(options), before)
     return 0
 
 
@@ -114,11 +114,11 @@ def work(arguments: Sequence[str]) -> int:
                 written = user_error(infer.run, model, options, device, progress())
             account = f": {infer.account}" if infer.account else ""
             took, shared = time.perf_counter() - began, number_of(dist.get_world_size(), "rank")
-            ranks.say(f"took {took:.2f} s on {shared}{account}")
-            say_written(written, before)
+            ranks.log0(f"took {took:.2f} s on {shared}{account}")
+            log_written(written, before)
         return 0
     except Exception as error:
-        return ranks.complain(error)
+        return ranks.report_uncaught(error)
 
 
 if __name__ == "__main__":

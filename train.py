@@ -34,26 +34,26 @@ from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Snapshot, StepResult
 from zoo.training.loader import batches, open_data, place, worker_ends_named
-from zoo.training.meter import Meter, log_line, named
+from zoo.training.meter import Meter, log_line, loss_records
 from zoo.training.model import compute_dtype, initialize, make_plan, mean_losses, overlap_in, without_weights
 from zoo.training.optim import (
     MovingAverage,
     average_sharded_gradients,
-    averaged,
     clip_gradients,
+    ema_weights,
     is_due,
     learning_rate,
     optimizers,
     runs_ahead,
     set_learning_rate,
-    skipping,
+    set_skip,
 )
 from zoo.training.owner import Owner
 from zoo.training.profile import Profiler
 from zoo.training.records import naming
 from zoo.training.saving import Saver
 from zoo.training.task import Inputs, Show, Task
-from zoo.training.tracking import Tracker, ascii_key, changes, label, open_run
+from zoo.training.tracking import Tracker, ascii_key, changes, display_name, open_run
 
 STOPPED = 75  # exit status of a run that a signal ended (EX_TEMPFAIL): it asks the launcher to start the run again
 
@@ -97,7 +97,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
             hardware = auto.measured(config, device, node)
             choice = ranks.on_first_rank(lambda: auto.choose(config, world, hardware))
         config = choice.applied(config)
-        ranks.say(choice.table)
+        ranks.log0(choice.table)
 
     # mesh: sp innermost, within a node. Every rank holds a share of the weights: FSDP spans dp_shard x sp
     replicate, shard, sp = cfg.mesh_shape(config.parallel, dist.get_world_size())
@@ -126,7 +126,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     if dist.get_rank() == 0:
         console.keep(directory / "console.log")
         for line in opening(config, task, model, plan, (replicate, shard, sp), device, directory):
-            ranks.say(line)
+            ranks.log0(line)
 
     # dsp: the objective, for training, computes its loss on shards; the predictor, for samples, gathers its output
     predictor = task.predictor(model)
@@ -166,14 +166,14 @@ def resume(run: Run) -> None:
     config, directory, before = run.config, run.directory / "checkpoints", {}
     changed: list[str] = []
     if config.resume:
-        state = checkpoint.load(directory, contents(run), report=ranks.say)
+        state = checkpoint.load(directory, contents(run), report=ranks.log0)
         if state:
             run.start, before = state["step"], state["extra"]
             run.guard = Guard(config.train, before.get("guard"))
-        ranks.say(resumed(run.start, before) if state else f"no checkpoint in {directory} yet: starting anew")
+        ranks.log0(resumed(run.start, before) if state else f"no checkpoint in {directory} yet: starting anew")
         changed = changes(run.directory, config) if state else []
         for change in changed:
-            ranks.say(f"  with another {change}")
+            ranks.log0(f"  with another {change}")
     room = checkpoint.expected_size(run.model, run.average) * max(
         1, config.checkpoint.keep + 1 - len(checkpoint.finished(directory))
     )
@@ -205,7 +205,7 @@ def loop(run: Run) -> bool:
                 values, stopping = train_step(run, step, loaded)
             if step % config.log.every == 0 or step in (run.start + 1, steps):
                 values |= meter.read(steps - step) | run.profiler.shares | {"comm_bytes": step_bytes(config, plan)}
-                ranks.say(log_line(step, steps, values))
+                ranks.log0(log_line(step, steps, values))
                 if run.tracker:
                     run.tracker.log(step, **values)
             wanted_now = is_due(config.checkpoint.every, step, steps) and not run.guard.in_row
@@ -219,7 +219,7 @@ def loop(run: Run) -> bool:
         if saved != step:
             save(run, step)
         run.saver.wait()
-        ranks.say(f"stopped by a signal after step {step}; resume=true continues")
+        ranks.log0(f"stopped by a signal after step {step}; resume=true continues")
         return False
     except Diverged as error:
         sound = run.saver.leave_sound(run.guard, partial(kept, run))
@@ -229,7 +229,7 @@ def loop(run: Run) -> bool:
         run.saver.abandon()
     run.saver.wait()
     for line in closing(run) if run.tracker else ():
-        ranks.say(line)
+        ranks.log0(line)
     return True
 
 
@@ -265,7 +265,7 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
         optimizer.zero_grad()
     if last.stopping:
         last = judge(run)
-    values = {"loss": last.loss, **named(last.losses), "grad_norm": last.norm, "lr": last.lr}
+    values = {"loss": last.loss, **loss_records(last.losses), "grad_norm": last.norm, "lr": last.lr}
     return values | {"skipped": run.guard.skipped}, last.stopping
 
 
@@ -287,7 +287,7 @@ def judge(run: Run, left: int = 0) -> StepResult:
 def update(run: Run, taken: Tensor | None = None) -> None:
     """Update the weights; `taken` (0-d): zero if the device is to skip the update."""
     for optimizer in run.optimizers:
-        skipping(optimizer, taken)
+        set_skip(optimizer, taken)
         optimizer.step()
     if run.average:
         run.average.update(taken)
@@ -308,25 +308,25 @@ def assess(run: Run, step: int) -> None:
     config, records = run.config, run.tracker.records if run.tracker else []
     judged = any("val_loss" in record and record["step"] == step for record in records)
     if is_due(config.eval.every, step, config.train.steps) and not ranks.on_first_rank(lambda: judged):
-        with averaged(run.average):
+        with ema_weights(run.average):
             losses, by_level = evaluate(run)
         mean = sum(losses.values())
-        ranks.say(f"step {step}: validation loss {mean:.4g}")
+        ranks.log0(f"step {step}: validation loss {mean:.4g}")
         if run.tracker:
-            terms = {f"val_{name}": value for name, value in named(losses).items()}
+            terms = {f"val_{name}": value for name, value in loss_records(losses).items()}
             run.tracker.log(step, val_loss=mean, **terms, val_losses=by_level)
     path = run.directory / "samples" / f"step-{step:08d}.{run.show.media}"
     if is_due(config.sample.every, step, config.train.steps) and not ranks.on_first_rank(path.exists):
         run.model.eval()
-        with averaged(run.average):
+        with ema_weights(run.average):
             samples = run.show.sample(run.predictor, run.device, run.stop.poll)
         if run.tracker:
             with naming(path):
                 measured = run.show.write(samples, path)
             if measured:
                 run.tracker.log(step, **{ascii_key(name): value for name, value in measured.items()})
-                shown = {label(key): value for key, value in measured.items() if run.show.headline(key)}
-                ranks.say(f"step {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in shown.items()))
+                shown = {display_name(key): value for key, value in measured.items() if run.show.headline(key)}
+                ranks.log0(f"step {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in shown.items()))
             run.tracker.picture(step, path)
 
 
@@ -344,7 +344,7 @@ def evaluate(run: Run) -> tuple[dict[str, float], list[float]]:
             losses[name] = losses.get(name, 0.0) + term.item() * count / run.task.levels
             by_level[level] += term.item() * count
     scale = run.task.validation_samples * run.mesh["sp"].size()  # every rank of an sp group adds the same mean
-    sums = [value / scale for value in ranks.total(*by_level, *losses.values())]
+    sums = [value / scale for value in ranks.all_sum(*by_level, *losses.values())]
     return dict(zip(losses, sums[len(by_level) :])), sums[: len(by_level)]
 
 
@@ -406,7 +406,7 @@ def main(arguments: list[str]) -> int:
                 dry_run(config)
             return 0
         except Exception as error:
-            return ranks.complain(error)
+            return ranks.report_uncaught(error)
 
 
 def train(config: cfg.Config, console: Console, refused: UserError | None) -> bool:
@@ -421,7 +421,7 @@ def train(config: cfg.Config, console: Console, refused: UserError | None) -> bo
             if run.tracker:
                 run.tracker.finish()
         if not finished:
-            ranks.total(0)  # wait for all ranks: torchrun ends the others when one exits with a status
+            ranks.all_sum(0)  # wait for all ranks: torchrun ends the others when one exits with a status
     return finished
 
 

@@ -27,13 +27,13 @@ PROGRAM = """
 import json, os, sys
 import train
 from zoo.training.tasks.video import Task
-plain = Task.drawn
-def drawn(self, step, *more):
+plain = Task.sample_indices
+def sample_indices(self, step, *more):
     chosen = plain(self, step, *more)
     with open(os.environ["DRAWN"], "a") as file:
         file.write(json.dumps([step, chosen]) + "\\n")
     return chosen
-Task.drawn = drawn
+Task.sample_indices = sample_indices
 sys.exit(train.main(sys.argv[1:]))
 """
 GOES_ON = 30.0  # seconds from a kill to the next step

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import ROOT
 from benchmarks.gpu_parts import PYTHONPATH, Cases, Machine, Part, Row, error
-from zoo.training.optim import optimizers, skipping
+from zoo.training.optim import optimizers, set_skip
 from zoo.training.records import read_metrics
 from zoo.training.sections import Optim
 
@@ -117,10 +117,10 @@ def skipped(machine: Machine) -> Row:
         for p, q in zip(bare.parameters(), twin.parameters()):
             p.grad = torch.randn_like(p)
             q.grad = p.grad if taken else torch.full_like(q, torch.nan)
-        skipping(judged, torch.tensor(taken, device=machine.device))
+        set_skip(judged, torch.tensor(taken, device=machine.device))
         judged.step()
         if taken:
-            skipping(plain, None)
+            set_skip(plain, None)
             plain.step()
     return {"ok": all(torch.equal(p, q) for p, q in zip(bare.parameters(), twin.parameters()))}
 

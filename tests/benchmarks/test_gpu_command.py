@@ -119,7 +119,7 @@ def test_the_kernel_of_mamba_is_compared_with_its_definition(script, monkeypatch
 def test_a_step_that_is_skipped_changes_nothing(script, monkeypatch) -> None:
     trainer, machine = script("gpu_parts.trainer"), script("gpu_parts").Machine("cpu", "no GPU")
     assert trainer.skipped(machine)["ok"]
-    monkeypatch.setattr(trainer, "skipping", lambda optimizer, taken: None)
+    monkeypatch.setattr(trainer, "set_skip", lambda optimizer, taken: None)
     assert not trainer.skipped(machine)["ok"]
 
 

@@ -157,7 +157,12 @@ def test_missing_parts_are_named(folder, arguments, message):
     ("what", "old", "new", "message"),
     [
         ("task", ".square(), None", ".square()", "the objective returned Tensor as loss: expected the loss of each"),
-        ("task", '    divided = {"x": 2, "y": 2}', "    ", r"divide x; name it in the class, as divided = {'x': 2}"),
+        (
+            "task",
+            '    sharded_inputs = {"x": 2, "y": 2}',
+            "    ",
+            "shard x; name it in the class, as sharded_inputs = {",
+        ),
         ("data", ", Clips(validation, self.classes)", "", "squares:Squares returned Clips: expected two data sets"),
         ("task", "class Loss(", "class Data:\n    x: int = 3\n\n\nclass Loss(", None),  # a name that the zoo uses
     ],

@@ -84,7 +84,7 @@ def test_the_digest_is_of_all_code_and_of_what_a_configuration_names(checkout, m
     with pytest.raises(
         UserError, match=r"1 of 2 others differ from rank 0, rank 2 in torch=2 \(rank 0: 1\); give every"
     ):
-        ranks.agree_on_code([{"torch": "1"}, {"torch": "1"}, {"torch": "2"}])
+        ranks.check_same_code([{"torch": "1"}, {"torch": "1"}, {"torch": "2"}])
     assert "user" not in sys.modules
 
 
@@ -111,7 +111,7 @@ def compare_on(mesh, root, names):
     here = os.getcwd()
     os.chdir(root / f"host{dist.get_rank()}")
     try:
-        ranks.agree_on_files([FileRecords(map(Path, names[:2])), FileRecords(map(Path, names[2:]))])
+        ranks.check_same_files([FileRecords(map(Path, names[:2])), FileRecords(map(Path, names[2:]))])
     except UserError as error:
         return str(error)
     finally:

@@ -13,7 +13,7 @@ from tests.support.runs import Runs
 from tests.support.slow import slow
 from zoo.training import UserError
 from zoo.training.show.options import checked
-from zoo.training.use import progress, say_written
+from zoo.training.use import log_written, progress
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_samples_do_not_depend_on_the_ranks(run, tmp_path, whole_world, options,
 
 def test_many_files_are_counted_and_few_are_named(tmp_path, capsys):
     files = [tmp_path / f"{i}.csv" for i in range(13)]
-    say_written(files[:2], {files[1]})
-    say_written(files, {files[1]})
+    log_written(files[:2], {files[1]})
+    log_written(files, {files[1]})
     assert capsys.readouterr().out.splitlines() == [
         f"wrote {files[0]}", f"replaced {files[1]}", f"wrote 13 files to {tmp_path}, of which 1 replaced one",
     ]  # fmt: skip

@@ -192,7 +192,7 @@ def drawn(mesh, config, arguments):
     infer.arguments(parser)
     options = parser.parse_args(arguments)
     codec = Autoencoder.load(task.manifest.vae_path)
-    clips, _ = infer.asked(options, codec, torch.device("cpu"))
+    clips, _ = infer.requested_clips(options, codec, torch.device("cpu"))
     clips.held = torch.linspace(-1, 1, 4 * 4 * 6).view(4, 1, 4, 6)
     made = infer.show.draw(model, clips, 7, 3, options.guidance, torch.device("cpu"), lambda *_: None)
     return made, decode(made, codec, mesh.get_group())
@@ -246,7 +246,7 @@ def test_guidance_is_the_formula_by_hand(run, data):
     codec = Autoencoder.load(task.manifest.vae_path)
     options = Namespace(prompt=[entry.caption], negative_prompt=None, clips=1, guidance=3.0, text=None)
     infer = cfg.create_infer(task)
-    clips, fps = infer.asked(options, codec, torch.device("cpu"))
+    clips, fps = infer.requested_clips(options, codec, torch.device("cpu"))
     assert (clips.size, fps) == ((5, 4, 6), 12)
     told, none = (task.conditions_of_clips(task.train, [entry], [drop]) for drop in (False, True))
     for ours, theirs in ((clips.conditions, told), (clips.none, none)):

@@ -627,8 +627,8 @@ def test_parts_of_a_batch_are_those_of_the_whole(run):
 
 
 def test_amounts():
-    assert [tracking.size(v) for v in (0, 1000, 1024, 882.5 * 2**20)] == ["0 B", "1000 B", "1 KiB", "882 MiB"]
-    assert [tracking.amount(v) for v in (0, 7, 999.9, 1208, 45_300_000, 2e12)] == [
+    assert [tracking.human_bytes(v) for v in (0, 1000, 1024, 882.5 * 2**20)] == ["0 B", "1000 B", "1 KiB", "882 MiB"]
+    assert [tracking.human_count(v) for v in (0, 7, 999.9, 1208, 45_300_000, 2e12)] == [
         "0", "7", "1k", "1.21k", "45.3M", "2T",
     ]  # fmt: skip
     assert [tracking.duration(v) for v in (7, 754, 12000)] == ["0:07", "12:34", "3:20:00"]

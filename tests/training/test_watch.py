@@ -388,13 +388,13 @@ def test_nobody_listens():
 
 def test_other_configurations_are_named_key_by_key():
     mine = {"optim.lr": 0.1, "train.steps": 5, "data.size": (3, 4)}
-    ranks.agree([mine, dict(mine)], [None, None])
+    ranks.check_same_config([mine, dict(mine)], [None, None])
     with pytest.raises(UserError, match=r"1 of 2 others differ .* rank 2 in optim.lr=0.2 \(rank 0: 0.1\); start all"):
-        ranks.agree([mine, mine, {**mine, "optim.lr": 0.2}], [None] * 3)
+        ranks.check_same_config([mine, mine, {**mine, "optim.lr": 0.2}], [None] * 3)
     with pytest.raises(UserError, match=r"^rank 1: unknown key$"):
-        ranks.agree([mine, {}], [None, "unknown key"])
+        ranks.check_same_config([mine, {}], [None, "unknown key"])
     with pytest.raises(UserError, match=r"^unknown key$"):
-        ranks.agree([{}, {}], ["unknown key"] * 2)
+        ranks.check_same_config([{}, {}], ["unknown key"] * 2)
 
 
 def test_errors_in_words(tmp_path):

@@ -12,7 +12,7 @@ from zoo.training import UserError
 from zoo.training.dry_run import Memory, step_bytes, trainable
 from zoo.training.report import write
 from zoo.training.task import Baseline, Task
-from zoo.training.tracking import amount, duration, higher_is_better, label, number_of, size
+from zoo.training.tracking import display_name, duration, higher_is_better, human_bytes, human_count, number_of
 
 NAMED = 8  # samples that are held out, by name; names.json has all
 
@@ -26,8 +26,8 @@ def opening(
     named = config.model.name + (f" {config.model.size}" if config.model.size else "")
     batch, accumulated = config.train.batch, config.train.accumulation
     count, trained = (sum(p.numel() for p in which) for which in (model.parameters(), trainable(model)))
-    part = f", of which {amount(trained)} are trained" if trained < count else ""
-    yield f"model   {named}: {amount(count)} parameters ({count:,}){part}"
+    part = f", of which {human_count(trained)} are trained" if trained < count else ""
+    yield f"model   {named}: {human_count(count)} parameters ({count:,}){part}"
     times = f"{batch} x {accumulated}" if accumulated > 1 else f"{batch}"
     words = task.describe()
     each = f", each {words}" if words else f", from a data set of {len(task.train)}" if hasattr(task, "train") else ""
@@ -37,8 +37,8 @@ def opening(
         yield f"        {len(held_out)} held out: {', '.join(held_out[:NAMED])}{more}"
     mesh = f"dp_replicate={replicate} x dp_shard={shard} x sp={sp}"
     yield f"mesh    {mesh}: {number_of(replicate * shard * sp, 'rank')}, {kind}, {config.train.precision}"
-    calls = sum(plan.calls.values())
-    sends = f"{calls} collectives send {size(step_bytes(config, plan))} a rank and step" if sp > 1 else "sends nothing"
+    calls, sent = sum(plan.calls.values()), human_bytes(step_bytes(config, plan))
+    sends = f"{calls} collectives send {sent} a rank and step" if sp > 1 else "sends nothing"
     yield f"plan    {config.parallel.method} over {number_of(sp, 'rank')}: {sends}"
     yield f"memory  {memory(config, task, model, sp, device)}"
     yield f"run     {directory}"
@@ -53,7 +53,7 @@ def memory(config: Any, task: Task, model: Any, sp: int, device: torch.device) -
         return f"not known in advance ({type(error).__name__})"
     measured = "what torch has allocated" if device.type == "cuda" else "the whole process, with Python and torch"
     return (
-        f"{size(held)} a rank, estimated: weights, gradients, optimizer and activations alone; "
+        f"{human_bytes(held)} a rank, estimated: weights, gradients, optimizer and activations alone; "
         f"the lines of steps measure {measured}"
     )
 
@@ -106,12 +106,12 @@ def table(
     )
     for key in keys:
         better = "higher" if higher_is_better(key) else "lower"
-        row = [f"  {label(key)}", f"{last[key]:.4g}", "", f"{better} is better"]
+        row = [f"  {display_name(key)}", f"{last[key]:.4g}", "", f"{better} is better"]
         if key in best:
             beaten = best[key]
             ahead = "ahead" if (last[key] > beaten.loss) == higher_is_better(key) else "behind"
             row[2:] = f"{beaten.loss:.4g}", f"{row[3]}: the model is {'level' if last[key] == beaten.loss else ahead}"
-            named.setdefault(beaten.name, []).append(label(key))
+            named.setdefault(beaten.name, []).append(display_name(key))
         rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     for name, value, other, verdict in rows:

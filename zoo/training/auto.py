@@ -24,7 +24,7 @@ from zoo.training.config import Config, create_task, load
 from zoo.training.dry_run import Memory, steps_on
 from zoo.training.environment import world_size
 from zoo.training.model import compute_dtype, known_hardware, without_weights
-from zoo.training.tracking import number_of, size
+from zoo.training.tracking import human_bytes, number_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Candidate:
     def row(self) -> list[str]:
         t = self.timing
         shares = [f"{100 * part / t.seconds.step:.0f}%" for part in (t.seconds.compute, t.seconds.comm)]
-        held = size(t.held) + ("" if self.fits else ", too much")
+        held = human_bytes(t.held) + ("" if self.fits else ", too much")
         return [
             f"{t.dp} x {t.sp}",
             t.method if t.sp > 1 else "-",
@@ -106,8 +106,9 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
     if not every or not every[0].fits:
         need = min((c.timing.held for c in every), default=0)
         raise UserError(
-            f"parallel=auto: nothing fits {size(int(hardware.memory))} a rank on {number_of(world, 'rank')}; the "
-            f"most economical mesh needs {size(need)}. More ranks, a smaller train.batch or smaller samples need less"
+            f"parallel=auto: nothing fits {human_bytes(int(hardware.memory))} a rank on {number_of(world, 'rank')}; "
+            f"the most economical mesh needs {human_bytes(need)}. More ranks, a smaller train.batch or smaller samples "
+            "need less"
         )
     best, first = every[0], dict[tuple[int, int, str], Candidate]()
     for c in every:  # for each mesh and method, the best way to recompute

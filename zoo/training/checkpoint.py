@@ -146,7 +146,7 @@ def write(
     """Save held tensors, as `save` does; ranks communicate in `group`."""
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
-    tensors = named(held.tensors)
+    tensors = flat_names(held.tensors)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # a DTensor has its global size
 
     def prepare() -> None:
@@ -194,7 +194,7 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
     return distribute_tensor(x.full_tensor()[index.to(x.device)], x.device_mesh, x.placements, src_data_rank=None)
 
 
-def named(tensors: Tensors) -> dict[str, Tensor]:
+def flat_names(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors by the names that they have on disk."""
     return {".".join(key): value for key, value in tensors.items()}
 
@@ -307,7 +307,7 @@ def _restore(path: Path, metadata: Metadata, contents: Contents, swap: bool) -> 
     wanted = {key: value for key, value in tensors.items() if key[0] == "model" or swap or ".".join(key) in known}
     stored = contents.stored(wanted)
     try:
-        dcp.load(named(stored), storage_reader=Reader(path, metadata))
+        dcp.load(flat_names(stored), storage_reader=Reader(path, metadata))
     except (Exception, CheckpointException) as error:
         raise Damaged(f"{path} could not be read: {_first_cause(error)}") from error
     with torch.no_grad():

@@ -27,5 +27,5 @@ def compare(options: config.Config, device: torch.device) -> bool:
         objective = task.objective(task.model())
     inputs = place(task.batch(objective, 0, 0, 0, 1), device)
     report = user_error(dsp.check, objective, kwargs=inputs, mesh=mesh)
-    ranks.say(report.text())
+    ranks.log0(report.text())
     return bool(report)

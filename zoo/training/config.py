@@ -165,7 +165,7 @@ def _merged(layers: Sequence[tuple[str, Layer]]) -> Config:
     names = (layer["data"].get("name") for _, layer in reversed(layers) if isinstance(layer.get("data"), dict))
     data = next((name for name in names if name is not None), "digits")
     task = next((layer["task"] for _, layer in reversed(layers) if layer.get("task") is not None), None)
-    schema = merged = OmegaConf.structured(known(str(data), None if task is None else str(task)))
+    schema = merged = OmegaConf.structured(defaults_of(str(data), None if task is None else str(task)))
     for source, layer in layers:
         merged = _merge(merged, _typed(schema, layer, source), source)
     config = OmegaConf.to_object(merged)
@@ -175,7 +175,7 @@ def _merged(layers: Sequence[tuple[str, Layer]]) -> Config:
     return config
 
 
-def known(data: str, task: str | None) -> Config:
+def defaults_of(data: str, task: str | None) -> Config:
     """The defaults for a data set and a task; a UserError for a name that does not exist."""
     parts, names = Parts(data, task), sorted(set(TASKS.values()))
     try:
@@ -445,7 +445,7 @@ def help_text(arguments: Sequence[str]) -> str:
     """Every key with its comment and its value, as YAML; the defaults if no file is named."""
     rest = [a for a in arguments if not wants_help([a])]
     data = next((a.removeprefix("data.name=") for a in rest if a.startswith("data.name=")), "digits")
-    config = load(rest, shown=True) if any("=" not in a for a in rest) else known(data, None)
+    config = load(rest, shown=True) if any("=" not in a for a in rest) else defaults_of(data, None)
     usage = "".join(f"# {line}\n" if line else "#\n" for line in USAGE.split("\n"))
     return f"{usage}\n{to_yaml(config, comments=True)}"
 

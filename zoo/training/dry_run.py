@@ -27,7 +27,7 @@ from zoo.training.model import (
     without_weights,
 )
 from zoo.training.task import Task
-from zoo.training.tracking import amount, number_of, size
+from zoo.training.tracking import human_bytes, human_count, number_of
 
 Rows = list[tuple[str, int, str]]  # name, bytes on a rank, note
 MOST = 1024  # largest sp in the advice
@@ -46,7 +46,8 @@ def dry_run(config: Config) -> None:
     plan = make_plan(config, task, objective, sp, route=foreseen_route(config, hardware))
     announce("tracing a step for what backward keeps")
     memory = Memory(config, task, model)
-    count, batch = amount(sum(p.numel() for p in model.parameters())), f"{config.train.batch}{words and f' x {words}'}"
+    count = human_count(sum(p.numel() for p in model.parameters()))
+    batch = f"{config.train.batch}{words and f' x {words}'}"
     print(f"model {config.model.name}, {count} parameters, batch {batch}")
     if (path := getattr(config.data, "path", None)) and not Path(path).exists():
         print(f"data.path={path} does not exist: planned for the sizes of the configuration")
@@ -56,11 +57,11 @@ def dry_run(config: Config) -> None:
         f"whole), train.checkpoint_activations={config.train.checkpoint_activations}"
     )
     for what, held, note in memory.table(sp):
-        print(f"  {what:<24}{size(held):>10}  {note}".rstrip())
+        print(f"  {what:<24}{human_bytes(held):>10}  {note}".rstrip())
     print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
     for held, what in memory.activations.largest(5):
-        print(f"  {size(held):>10}  {what}")
-    print(f"\nsequence parallelism sends {size(step_bytes(config, plan))} a rank and step")
+        print(f"  {human_bytes(held):>10}  {what}")
+    print(f"\nsequence parallelism sends {human_bytes(step_bytes(config, plan))} a rank and step")
     print(memory.advice(sp))
     for hint in task.hints(model):
         print(f"hint: {hint}")
@@ -96,7 +97,7 @@ def _needed(config: Config) -> UserError:
     sp = dist.get_world_size() // (config.parallel.dp_replicate * config.parallel.dp_shard)
     task = create_task(config)
     memory = Memory(config, task, without_weights(config, task)[0])
-    largest = ", ".join(f"{size(held)} of {what}" for held, what in memory.activations.largest(2))
+    largest = ", ".join(f"{human_bytes(held)} of {what}" for held, what in memory.activations.largest(2))
     text = f"out of memory: {memory.advice(sp)}\n  largest activations, over {sp} ranks: {largest}"
     return UserError(text, alone=True)  # the other ranks may have enough memory
 
@@ -119,7 +120,7 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
         need, words = Memory(config, task, model).total(sp) * ranks, task.describe()
         if need > there:
             raise UserError(
-                f"a training step needs {size(need)} on a device or host that has {size(there)}: "
+                f"a training step needs {human_bytes(need)} on a device or host that has {human_bytes(there)}: "
                 f"train.batch={config.train.batch}{words and f' of {words}'}, model {config.model.name}. Make one of "
                 "them smaller, or use more ranks; dry_run=true says what would fit"
             )
@@ -161,17 +162,17 @@ class Memory:
         if self.config.optim.name == "adamw8bit":  # and a scale in fp32 for each 256 numbers
             moments = 2 * (trained + trained // 64), f"two in 8 bits over {number_of(shards, 'rank')}"
         rows = [
-            ("parameters", trained * 4 // shards, f"{amount(trained)} {over}"),
+            ("parameters", trained * 4 // shards, f"{human_count(trained)} {over}"),
             ("gradients", trained * 4 // shards, over),
             ("AdamW moments", moments[0] // shards, moments[1]),
         ]
         if train.ema > 0:
             rows.append(("averaged weights", trained * 4 // shards, over))
         if frozen:
-            kind = f"{amount(frozen)} in {train.precision} over {number_of(shards, 'rank')}"
+            kind = f"{human_count(frozen)} in {train.precision} over {number_of(shards, 'rank')}"
             rows.insert(1, ("frozen parameters", frozen * self.width // shards, kind))
         if train.offload:
-            rows = [(what, 0, f"{size(held)} in host memory, {note}") for what, held, note in rows]
+            rows = [(what, 0, f"{human_bytes(held)} in host memory, {note}") for what, held, note in rows]
         if train.accumulation > 1:
             rows.append(("accumulated gradients", trained * 4, "whole, until the last micro-batch"))
         rows += [
@@ -190,16 +191,18 @@ class Memory:
         need = self.total(sp)
         fits = next((n for n in (2**i for i in range(MOST.bit_length())) if self.total(n) <= memory), None)
         if fits is None:
-            text = f"no sp up to {MOST} fits {size(memory)} a device: sp={MOST} needs {size(self.total(MOST))}"
+            needed = human_bytes(self.total(MOST))
+            text = f"no sp up to {MOST} fits {human_bytes(memory)} a device: sp={MOST} needs {needed}"
         else:
-            text = f"the smallest sp that fits {size(memory)} a device is {fits}: {size(self.total(fits))}"
-            text += "" if fits == sp else f"; sp={sp} needs {size(need)}"
+            needed = human_bytes(self.total(fits))
+            text = f"the smallest sp that fits {human_bytes(memory)} a device is {fits}: {needed}"
+            text += "" if fits == sp else f"; sp={sp} needs {human_bytes(need)}"
             text += "; one rank is enough at this size, and more of them save only time" * (fits == 1 < sp)
         less = [other for other in self.ways[self.ways.index(way) + 1 :] if self.total(sp, other) < need]
         if less:
             # the first with which this sp fits takes the least time
             other = next((other for other in less if self.total(sp, other) <= memory), less[-1])
-            text += f"; train.checkpoint_activations={other} needs {size(self.total(sp, other))}"
+            text += f"; train.checkpoint_activations={other} needs {human_bytes(self.total(sp, other))}"
         return text
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zoo.training.checkpoint import Held
-from zoo.training.ranks import say
+from zoo.training.ranks import log0
 from zoo.training.sections import Train
 
 USUAL, FEWEST = 100, 10  # most and fewest gradient norms of taken steps that define the usual norm
@@ -121,7 +121,7 @@ class Guard:
         why = self.reason(step, result.loss, result.norm, result.limit)
         if why:
             self.check(step, why, last=step == run.config.train.steps)
-            say(f"step {step} is skipped: {why}")
+            log0(f"step {step} is skipped: {why}")
             if run.tracker:
                 run.tracker.log(step, skipped_because=why)
         return not why

@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsp.cluster.launch import memory_kills
 from zoo.training import UserError
-from zoo.training.ranks import agree_on_files
+from zoo.training.ranks import check_same_files
 from zoo.training.task import Task
 
 # torch's words for a worker that is gone: its number, and the signal if one ended it
 WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: is killed by signal: ([\w ]+))?"
 
 
-class Part(NamedTuple):
-    """A part of a divided tensor, made by a worker process: the rank makes it a DTensor."""
+class LocalShard(NamedTuple):
+    """A shard of a tensor, made by a worker process: the rank makes it a DTensor."""
 
     name: str
     local: Tensor
@@ -39,7 +39,7 @@ class Failed(NamedTuple):
 def open_data(task: Task) -> None:
     """Open a task's data. A UserError on every rank if a file of it is not the same on all."""
     task.open()
-    agree_on_files(task.files())
+    check_same_files(task.files())
 
 
 def batches(
@@ -64,7 +64,7 @@ def batches(
     for inputs in stream:
         if isinstance(inputs, Failed):
             raise UserError(inputs.message, alone=True)
-        yield {name: task.part(*x) if isinstance(x, Part) else x for name, x in inputs.items()}
+        yield {name: task.local_shard(*x) if isinstance(x, LocalShard) else x for name, x in inputs.items()}
 
 
 class WorkerBatches(Dataset[Any]):
@@ -74,14 +74,14 @@ class WorkerBatches(Dataset[Any]):
         self.task, self.make = task, make
 
     def __getitem__(self, wanted: tuple[Any, ...]) -> Any:
-        vars(self.task)["part"] = self.divided  # of this process's copy of the task
+        vars(self.task)["local_shard"] = self.local_shard  # of this process's copy of the task
         try:
             return self.make(*wanted)
         except UserError as error:
             return Failed(str(error))
 
-    def divided(self, name: str, local: Tensor, length: int) -> Any:
-        return local if self.task.size == 1 or length == 1 else Part(name, local, length)
+    def local_shard(self, name: str, local: Tensor, length: int) -> Any:
+        return local if self.task.size == 1 or length == 1 else LocalShard(name, local, length)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import dsp
 from zoo.training import ranks
 from zoo.training.model import compute_dtype
 from zoo.training.profile import DATA
-from zoo.training.tracking import amount, duration, size
+from zoo.training.tracking import duration, human_bytes, human_count
 
 
 @dataclass
@@ -75,10 +75,10 @@ class Meter:
     def read(self, left: int) -> dict[str, float]:
         """The record of the steps since the last read; `left`: steps to come. Collective."""
         sums = self.sums if self.sums.steps or self.first is None else self.first
-        wait = ranks.greatest(sums.waited / sums.seconds)  # of the rank that waited longest
+        wait = ranks.all_max(sums.waited / sums.seconds)  # of the rank that waited longest
         averages = {
             "seconds_per_step": sums.seconds / sums.steps, "tokens_per_s": sums.tokens / sums.seconds,
-            "data_wait": min(wait, 1.0), "memory_bytes": int(ranks.greatest(ranks.peak_memory(self.device))),
+            "data_wait": min(wait, 1.0), "memory_bytes": int(ranks.all_max(ranks.peak_memory(self.device))),
             "elapsed": self.elapsed,
         }  # fmt: skip
         if self.peak:
@@ -109,12 +109,12 @@ def log_line(step: int, steps: int, values: Mapping[str, float]) -> str:
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:<8.4g} grad {values['grad_norm']:<7.3g} "
         f"lr {values['lr']:<8.2e} {values['seconds_per_step']:>6.3g} s/step "
-        f"{amount(values['tokens_per_s']):>5} tokens/s  {mfu}data {values['data_wait']:>3.0%}  "
-        f"comm {share:>3} {size(values['comm_bytes']):>8}  memory {size(values['memory_bytes']):>8}  "
+        f"{human_count(values['tokens_per_s']):>5} tokens/s  {mfu}data {values['data_wait']:>3.0%}  "
+        f"comm {share:>3} {human_bytes(values['comm_bytes']):>8}  memory {human_bytes(values['memory_bytes']):>8}  "
         f"eta {eta}{skipped}"
     )
 
 
-def named(losses: Mapping[str, float]) -> dict[str, float]:
+def loss_records(losses: Mapping[str, float]) -> dict[str, float]:
     """The terms of a loss under their keys in the records; {} for a loss of one term, which is `loss` itself."""
     return {f"loss_{name}": value for name, value in losses.items()} if len(losses) > 1 else {}

@@ -109,10 +109,10 @@ def make_plan(
     with torch.device("meta"), sizes_that_exist():
         inputs = task.example(objective, bucket)
         return user_error(
-            dsp.embedded.plan, objective, kwargs=inputs, size=sp, dtype=compute_dtype(config), given=task.given(inputs),
-            method=config.parallel.method, save_exchanges=config.parallel.save_exchanges, gather_output=False,
-            wire=config.parallel.wire, route=route, overlap=overlap or overlap_in(config, measured=hardware),
-            hardware=hardware,
+            dsp.embedded.plan, objective, kwargs=inputs, size=sp, dtype=compute_dtype(config),
+            given=task.placements(inputs), method=config.parallel.method, gather_output=False,
+            save_exchanges=config.parallel.save_exchanges, wire=config.parallel.wire, route=route,
+            overlap=overlap or overlap_in(config, measured=hardware), hardware=hardware,
         )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def runs_ahead(wanted: bool | None, optimizers: Sequence[torch.optim.Optimizer])
     return able and (on_cuda if wanted is None else wanted)
 
 
-def skipping(optimizer: Any, taken: Tensor | None) -> None:
+def set_skip(optimizer: Any, taken: Tensor | None) -> None:
     """Let the kernel of a fused AdamW skip its next step if `taken` is zero; None: no skipping."""
     optimizer.found_inf = None if taken is None else 1 - taken
 
@@ -141,7 +141,7 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     return norm
 
 
-def averaged(average: "MovingAverage | None") -> AbstractContextManager[None]:
+def ema_weights(average: "MovingAverage | None") -> AbstractContextManager[None]:
     """Give the model the moving average of its weights, if there is one, for validation and samples."""
     return average.swapped() if average else nullcontext()
 

@@ -30,7 +30,7 @@ from zoo.training.show.options import checked
 from zoo.training.show.video import FORMATS, Stopwatch, write
 from zoo.training.together import together
 from zoo.training.tracking import number_of
-from zoo.training.use import asked, progress, say_written, wire_option
+from zoo.training.use import log_written, namespace, progress, wire_option
 from zoo.video import families
 from zoo.video.codec import Autoencoder
 from zoo.video.encoders import PooledEncoder, TextEncoder
@@ -115,7 +115,7 @@ class Pipeline:
         """
         parser = ArgumentParser()
         arguments(parser, type(self.published), None)
-        chosen = asked(parser, options, but="prompt")
+        chosen = namespace(parser, options, but="prompt")
         chosen.prompt = [prompt] if isinstance(prompt, str) else list(prompt)
         return self.run(chosen, progress())
 
@@ -286,10 +286,10 @@ def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     )  # fmt: skip
     before, size = set(options.out.glob("*")), f"{options.frames} frames of {options.height} x {options.width}"
     try:
-        ranks.say(f"drawing {number_of(len(options.prompt), 'clip')}, {size}, in {options.steps} steps")
+        ranks.log0(f"drawing {number_of(len(options.prompt), 'clip')}, {size}, in {options.steps} steps")
         pipe.run(options, progress())
-        ranks.say(f"took {pipe.account}")
-        say_written(pipe.files, before)
+        ranks.log0(f"took {pipe.account}")
+        log_written(pipe.files, before)
         return 0
     finally:
         pipe.close()

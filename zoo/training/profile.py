@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zoo.training import UserError
-from zoo.training.ranks import say
+from zoo.training.ranks import log0
 from zoo.training.sections import Profile
-from zoo.training.tracking import size
+from zoo.training.tracking import human_bytes
 
 DATA, STEP = "dsp: data", "dsp: step"  # names of ranges that the trainer itself marks
 KINDS = ("data", "switches", "weights", "compute", "host")  # an instant counts as the first kind that it belongs to
@@ -77,10 +77,10 @@ class Profiler:
             path = self.directory / f"rank-{rank}.json"
             profiler.export_chrome_trace(str(path))
             for line in summary(profiler, parts, max(step - self.first + 1, 1)):
-                say(line)
-            say(f"trace of steps {self.first} to {step}: {path}, a file a rank; open it in ui.perfetto.dev")
+                log0(line)
+            log0(f"trace of steps {self.first} to {step}: {path}, a file a rank; open it in ui.perfetto.dev")
             if self.memory:
-                say(f"memory of the same steps: {self._held(profiler, rank)}")
+                log0(f"memory of the same steps: {self._held(profiler, rank)}")
 
     def _held(self, profiler: Any, rank: int) -> Path:
         """Write torch's record of memory: for a GPU a snapshot for pytorch.org/memory_viz, for a CPU by operation."""
@@ -173,5 +173,5 @@ def summary(profiler: Any, parts: dict[str, float], steps: int) -> Iterator[str]
     rows = sorted(rows, key=spent, reverse=True)[:12]
     width = max((len(row.key[:48]) for row in rows), default=0)
     for row in rows:
-        held = f"  {size(row.self_cpu_memory_usage)}" if row.self_cpu_memory_usage > 0 else ""
+        held = f"  {human_bytes(row.self_cpu_memory_usage)}" if row.self_cpu_memory_usage > 0 else ""
         yield f"  {row.key[:48]:<{width}}  {spent(row) / 1e3 / steps:9.2f} ms  {row.count / steps:7.0f} times{held}"

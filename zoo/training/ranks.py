@@ -61,7 +61,7 @@ def process_group(
         if not borrowed:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=collective)
         if not borrowed:
-            agree_on_code(gathered(code()))
+            check_same_code(gathered(code()))
         if dist.get_rank() == 0:  # messages of the data sets
             zoo.addHandler(notes)
             zoo.setLevel(logging.INFO)
@@ -91,7 +91,7 @@ def training(
     # a signal's handler outlives the group: a launcher that has seen a rank die sends SIGTERM to those that tell of it
     with ExitStack() as signals, process_group(timeout, progress=stop) as device:
         signals.enter_context(stop)
-        agree(*zip(*gathered(({**config, **named_code(config)}, refused and str(refused)))))
+        check_same_config(*zip(*gathered(({**config, **named_code(config)}, refused and str(refused)))))
         yield device, stop
 
 
@@ -127,7 +127,7 @@ def _meet(place: environment.Place, timeout: float, progress: Progress) -> tuple
     return store, Watch(rank, peers, timeout, progress)
 
 
-def agree(configs: Sequence[Mapping[str, Any]], errors: Sequence[str | None]) -> None:
+def check_same_config(configs: Sequence[Mapping[str, Any]], errors: Sequence[str | None]) -> None:
     """Raise a UserError if a rank has an error, or another configuration than rank 0; both are given by rank."""
     for rank, error in enumerate(errors):
         if error:
@@ -139,13 +139,13 @@ def agree(configs: Sequence[Mapping[str, Any]], errors: Sequence[str | None]) ->
         )
 
 
-def agree_on_code(codes: Sequence[Mapping[str, str]]) -> None:
+def check_same_code(codes: Sequence[Mapping[str, str]]) -> None:
     """Raise a UserError if a rank runs other code than rank 0; given by rank."""
     if odd := different(codes):
         raise UserError(f"the ranks run different code: {odd}; give every host the same checkout and the same torch")
 
 
-def agree_on_files(records: Iterable[FileRecords]) -> None:
+def check_same_files(records: Iterable[FileRecords]) -> None:
     """Raise a UserError on every rank if a file, by its size and content, is not the same on all; record the files."""
     mine = {str(path): fact for each in records for path, fact in each.take().items()}
     digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).hexdigest()
@@ -200,7 +200,7 @@ def digest(places: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def say(text: str) -> None:
+def log0(text: str) -> None:
     """Print on rank 0, or in a process alone."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)
@@ -252,7 +252,7 @@ def status_of(error: Exception) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def complain(error: Exception) -> int:
+def report_uncaught(error: Exception) -> int:
     """Print an error that no process group has printed, on rank 0 first; return the exit status."""
     if not getattr(error, "printed", False):
         first, rank = environment.first_rank(), os.environ.get("RANK")
@@ -281,14 +281,14 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
     return box[0]
 
 
-def total(*values: float) -> list[float]:
+def all_sum(*values: float) -> list[float]:
     """The sums over all ranks."""
     sums = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(sums)
     return sums.tolist()
 
 
-def greatest(value: float) -> float:
+def all_max(value: float) -> float:
     """The largest value of any rank."""
     best = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(best, dist.ReduceOp.MAX)
@@ -329,5 +329,5 @@ class StopSignal(Progress):
 
     def poll(self, *_: object) -> None:
         """Raise Interrupted on every rank if any received a signal. Collective; the arguments are ignored."""
-        if total(self.requested)[0]:
+        if all_sum(self.requested)[0]:
             raise Interrupted

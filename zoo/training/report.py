@@ -27,7 +27,7 @@ from zoo.training.config import saved
 from zoo.training.console import command
 from zoo.training.records import read_metrics
 from zoo.training.records import write as write_file
-from zoo.training.tracking import duration, higher_is_better, label
+from zoo.training.tracking import display_name, duration, higher_is_better
 
 CHARTS = (  # key of the records, title, factor
     ("loss", "training loss", 1), ("val_loss", "validation loss", 1), ("grad_norm", "gradient norm", 1),
@@ -151,7 +151,7 @@ def _results(runs: Sequence[Run]) -> Iterator[Markup]:
         beside = "; ".join(f"{k.split('_')[1]} {v:.4g}" for k, v in levels.items())
         better = f"{'higher' if higher_is_better(key) else 'lower'} is better"
         row = Markup('<tr><td>{}</td><td class="soft">{}</td>{}<td>{}</td></tr>')
-        yield row.format(label(key), better, cells, beside)
+        yield row.format(display_name(key), better, cells, beside)
     yield Markup("</table>")
 
 
@@ -165,7 +165,8 @@ def _charts(runs: Sequence[Run]) -> Iterator[Markup]:
     yield Markup('<h2>Curves</h2><div class="charts">')
     more = sorted({k for run in runs for k in run.last if k.startswith(("val_", "loss_"))} - SHOWN)
     marks = sorted({record["step"] for run in runs for record in run.resumes})
-    for key, title, factor in (*CHARTS, *((key, "held-out " * key.startswith("val_") + label(key), 1) for key in more)):
+    others = ((key, "held-out " * key.startswith("val_") + display_name(key), 1) for key in more)
+    for key, title, factor in (*CHARTS, *others):
         curves = [Curve(run.name, run.points(key, factor), i) for i, run in enumerate(runs)]
         baselines = {
             k: v for run in runs for k, v in run.baselines.items() if _judges(k, key) and key.startswith("val_")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zoo.training import checkpoint
 from zoo.training.guard import Guard, Snapshot
-from zoo.training.ranks import on_first_rank, say
+from zoo.training.ranks import log0, on_first_rank
 from zoo.training.watch import PATIENCE
 
 
@@ -39,7 +39,7 @@ class Saver:
         if self.group is None:
             path = checkpoint.save(self.directory, step, contents, extra=extra, keep=self.keep)
             self.stalled = time.perf_counter() - clock
-            say(f"step {step}: checkpoint {path}")
+            log0(f"step {step}: checkpoint {path}")
             return
         held = checkpoint.hold(contents)
         self.thread = threading.Thread(target=self._write, args=(step, held, extra), daemon=True)
@@ -63,7 +63,7 @@ class Saver:
         path, seconds = self.result
         if isinstance(path, BaseException):
             raise path
-        say(f"step {self.step}: checkpoint {path} (waited {self.stalled:.2f} s, written in {seconds:.2f} s)")
+        log0(f"step {self.step}: checkpoint {path} (waited {self.stalled:.2f} s, written in {seconds:.2f} s)")
 
     def leave_sound(self, guard: Guard, kept: Callable[[], Snapshot]) -> str:
         """After a divergence, make weights that gave a finite loss the newest checkpoint; return a text that names it.
@@ -77,7 +77,7 @@ class Saver:
         best = kept() if guard.sound > guard.taken else guard.kept
         if best and best.step > max((at for at, _ in sound), default=0):
             path = checkpoint.write(self.directory, best.step, best.held, extra=best.extra, keep=self.keep)
-            say(f"step {best.step}: checkpoint {path}")
+            log0(f"step {best.step}: checkpoint {path}")
             sound.append((best.step, path))
         return f"the last checkpoint known to be sound is {sound[-1][1]}" if sound else "no checkpoint of them is left"
 

@@ -87,7 +87,7 @@ class Task(ABC):
     validation_samples: int = 0  # of all data-parallel groups together
     train: Any  # the training set, with a length, which `open` sets; required with `samples`
     validation: Any  # the validation set, likewise
-    divided: ClassVar[Mapping[str, int]] = {}  # by input, the dim along which a rank makes only its shard
+    sharded_inputs: ClassVar[Mapping[str, int]] = {}  # by input, the dim along which a rank makes only its shard
     levels: int = 1  # parts of the validation loss that are also reported one by one
 
     def __init__(self, config: Any, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu"):
@@ -134,8 +134,8 @@ class Task(ABC):
     def samples(self, chosen: Sequence[tuple[int, int]], training: bool) -> Inputs:
         """The objective's arguments for samples (epoch, index) of `train`, or of `validation`.
 
-        A pure function of its arguments and the configuration. A rank makes only its own parts (`here`, `part`). A
-        task may have `example`, `batch` and `validation_batches` instead.
+        A pure function of its arguments and the configuration. A rank makes only its own shards (`local_range`,
+        `local_shard`). A task may have `example`, `batch` and `validation_batches` instead.
         """
         raise NotImplementedError
 
@@ -158,34 +158,34 @@ class Task(ABC):
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
         """The objective's arguments for one micro-batch of data-parallel group `group` of `groups`.
 
-        A pure function of its arguments and the configuration. A rank makes only its own parts.
+        A pure function of its arguments and the configuration. A rank makes only its own shards.
         """
-        return self.samples(self.drawn(step, micro, group, groups, len(self.train)), True)
+        return self.samples(self.sample_indices(step, micro, group, groups, len(self.train)), True)
 
-    def drawn(self, step: int, micro: int, group: int, groups: int, n: int) -> list[tuple[int, int]]:
+    def sample_indices(self, step: int, micro: int, group: int, groups: int, n: int) -> list[tuple[int, int]]:
         """The (epoch, index) of each sample of one micro-batch of `group`, from `n` training samples."""
         options = self.config.train
         epochs, indices = batch_indices(options.seed, step, options.batch * options.accumulation * groups, n)
         first = (micro * groups + group) * options.batch
         return list(zip(epochs, indices))[first : first + options.batch]
 
-    def here(self, length: int) -> range:
-        """The rows of `length` that this rank holds; a single row is not divided: every rank has it."""
+    def local_range(self, length: int) -> range:
+        """The rows of `length` that this rank holds; a single row is not sharded: every rank has it."""
         return share(length, self.rank, self.size) if length > 1 else range(length)
 
-    def given(self, inputs: Mapping[str, Any]) -> dict[str, Placement]:
-        """The placements of the inputs of a batch that are divided."""
-        there = {name: dim for name, dim in self.divided.items() if name in inputs}
+    def placements(self, inputs: Mapping[str, Any]) -> dict[str, Placement]:
+        """The placements of the inputs of a batch that are sharded."""
+        there = {name: dim for name, dim in self.sharded_inputs.items() if name in inputs}
         return {name: Shard(dim) for name, dim in there.items() if inputs[name].shape[dim] > 1}
 
-    def part(self, name: str, local: Tensor, length: int) -> Tensor:
-        """This rank's part of a `divided` input, as a DTensor; the full input has `length` rows."""
-        if name not in self.divided:
+    def local_shard(self, name: str, local: Tensor, length: int) -> Tensor:
+        """This rank's shard of an input of `sharded_inputs`, as a DTensor; the full input has `length` rows."""
+        if name not in self.sharded_inputs:
             raise UserError(
-                f"{type(self).__name__} of {type(self).__module__}: part({name!r}, ...) needs the dim along which "
-                f"ranks divide {name}; name it in the class, as divided = {{{name!r}: 2}}"
+                f"{type(self).__name__} of {type(self).__module__}: local_shard({name!r}, ...) needs the dim along "
+                f"which ranks shard {name}; name it in the class, as sharded_inputs = {{{name!r}: 2}}"
             )
-        dim = self.divided[name]
+        dim = self.sharded_inputs[name]
         if self.mesh is None or self.size == 1 or length == 1:
             return local
         whole = torch.empty([*local.shape[:dim], length, *local.shape[dim + 1 :]], device="meta")

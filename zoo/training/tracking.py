@@ -253,10 +253,10 @@ def ascii_key(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-def label(key: str) -> str:
+def display_name(key: str) -> str:
     """The name of a measure for a reader, from its key in the records.
 
-    >>> [label(key) for key in ("val_short_p_at_l5", "val_lddt_cb", "val_loss_msa", "val_masked_accuracy")]
+    >>> [display_name(key) for key in ("val_short_p_at_l5", "val_lddt_cb", "val_loss_msa", "val_masked_accuracy")]
     ['short P@L/5', 'lDDT-Cβ', 'loss msa', 'masked accuracy']
     """
     name = re.sub(
@@ -269,19 +269,19 @@ def label(key: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- log lines
 
 
-def amount(value: float) -> str:
+def human_count(value: float) -> str:
     """A number in about four characters.
 
-    >>> [amount(7.0), amount(1208.0), amount(45_300_000)]
+    >>> [human_count(7.0), human_count(1208.0), human_count(45_300_000)]
     ['7', '1.21k', '45.3M']
     """
     return _scaled(value, 1000, "", "kMGTP")
 
 
-def size(count: float) -> str:
+def human_bytes(count: float) -> str:
     """A number of bytes, in powers of 1024.
 
-    >>> [size(0), size(1 << 20), size(882 * 2**20 + 2**19)]
+    >>> [human_bytes(0), human_bytes(1 << 20), human_bytes(882 * 2**20 + 2**19)]
     ['0 B', '1 MiB', '882 MiB']
     """
     text = _scaled(count, 1024, " ", "KMGTP")

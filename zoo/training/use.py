@@ -61,11 +61,11 @@ def restored(task: Task, directory: Path, step: int | None, device: torch.device
     else:
         model.to_empty(device=device)
     wanted = checkpoint.Contents(model, identity=task.identity)
-    state = checkpoint.load(directory, wanted, step=step, averaged=averaged, report=ranks.say)
+    state = checkpoint.load(directory, wanted, step=step, averaged=averaged, report=ranks.log0)
     if state is None:
         raise UserError(f"{directory} holds no checkpoint")
     which = "averaged weights" if state["averaged"] else "weights"
-    ranks.say(f"{which} of step {state['step']} from {directory}")
+    ranks.log0(f"{which} of step {state['step']} from {directory}")
     return model
 
 
@@ -79,15 +79,15 @@ def load_model(
     return predictor.eval()
 
 
-def say_written(files: Sequence[Path], before: Collection[Path]) -> None:
+def log_written(files: Sequence[Path], before: Collection[Path]) -> None:
     """Say of each file that it was written, or that it replaced one that was there before; of many, how many."""
     if len(files) > NAMED:
         replacing = sum(path in before for path in files)
         replaced = f", of which {replacing} replaced one" if replacing else ""
-        ranks.say(f"wrote {len(files)} files to {files[0].parent}{replaced}")
+        ranks.log0(f"wrote {len(files)} files to {files[0].parent}{replaced}")
         return
     for path in files:
-        ranks.say(f"{'replaced' if path in before else 'wrote'} {path}")
+        ranks.log0(f"{'replaced' if path in before else 'wrote'} {path}")
 
 
 def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., None]:
@@ -124,7 +124,7 @@ def wire_option(parser: ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def asked(parser: ArgumentParser, options: Mapping[str, Any], but: str) -> Namespace:
+def namespace(parser: ArgumentParser, options: Mapping[str, Any], but: str) -> Namespace:
     """Options by name, with the parser's defaults. A UserError names an unknown one; `but` counts as unknown."""
     known = {action.dest: action.default for action in parser._actions if action.dest not in ("help", but)}
     if unknown := sorted(options.keys() - known.keys()):
@@ -159,7 +159,7 @@ class Run:
         """
         parser = ArgumentParser()
         arguments(parser, self.infer, self.directory / "inference")
-        chosen = asked(parser, options, but="weights")
+        chosen = namespace(parser, options, but="weights")
         chosen.files = [Path(file) for file in files]
         with torch.no_grad():
             self.files = user_error(self.infer.run, self.model, chosen, self.device, progress())

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         with Console(), ranks.process_group(collective=PATIENCE) as device:
             return run(options, device)
     except Exception as error:
-        return ranks.complain(error)
+        return ranks.report_uncaught(error)
     except KeyboardInterrupt:
         return 130
 
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     more = user_error(More.load, options, device, dtype)
     todo, skipped = ranks.on_first_rank(lambda: user_error(prepare, options, vae, text, more))
     if options.together and not vae.causal:
-        ranks.say("--together has no effect: an image autoencoder encodes frame by frame, and ranks share the clips")
+        ranks.log0("--together has no effect: an image autoencoder encodes frame by frame, and ranks share the clips")
     options.together &= vae.causal and dist.get_world_size() > 1
     mine = todo if options.together else todo[dist.get_rank() :: dist.get_world_size()]
     if options.together:
@@ -95,12 +95,12 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
             encode_all(mine, vae, text, more, options, dtype, broken, stop)
         except (ValueError, OSError) as cause:  # a full disk, a broken file: on this rank only
             raise UserError(str(cause), alone=True) from cause
-        if ranks.total(stop.requested)[0] if options.together else stop.requested:
-            ranks.say(f"stopped by {stop.stopped}; the same command goes on")
+        if ranks.all_sum(stop.requested)[0] if options.together else stop.requested:
+            ranks.log0(f"stopped by {stop.stopped}; the same command goes on")
             return 130
         try:
             counted = not options.together or dist.get_rank() == 0
-            clips, lost = ranks.total(counted * (len(mine) - len(broken)), counted * len(broken))
+            clips, lost = ranks.all_sum(counted * (len(mine) - len(broken)), counted * len(broken))
         except RuntimeError as cause:
             text = "another rank left before its clips were done; run the same command to resume"
             raise UserError(text, alone=True) from cause
@@ -268,7 +268,7 @@ def encode_all(
                 print(f"\r{done}/{len(mine)} clips  {left} left ", end=end, file=sys.stderr, flush=True)
             elif shard:
                 print(f"rank {dist.get_rank()}: {done}/{len(mine)} clips, {left} left: {shard.name}", flush=True)
-            if ranks.total(stop.requested)[0] if options.together else stop.requested:
+            if ranks.all_sum(stop.requested)[0] if options.together else stop.requested:
                 return
 
 

@@ -29,7 +29,7 @@ class Published(folder.Published):
     def proteins(self, files: Sequence[Path]) -> list[Protein]:
         proteins = read_chains(files)
         if long := [protein.name for protein in proteins if len(protein) > TRAINED]:
-            ranks.say(f"{', '.join(long)}: longer than the {TRAINED} residues that ESM-2 was trained with")
+            ranks.log0(f"{', '.join(long)}: longer than the {TRAINED} residues that ESM-2 was trained with")
         return proteins
 
     def read(self, folder: Path) -> nn.Module:
@@ -41,7 +41,7 @@ class Published(folder.Published):
     ) -> tuple[list[Path], dict[str, float]]:
         contact = model(esm2.encode(protein.sequence, device))[0].float().cpu()
         files, precision = on_first_rank(partial(write, options.out / protein.name, protein, contact, options.least))
-        ranks.say(table(f"{protein.name}: {len(protein)} residues", precision))
+        ranks.log0(table(f"{protein.name}: {len(protein)} residues", precision))
         return files, precision
 
 

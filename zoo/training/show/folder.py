@@ -17,9 +17,9 @@ from zoo.data.protein.record import Protein
 from zoo.training import UserError, ranks, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.show.options import checked
-from zoo.training.show.predicted import say_mean
+from zoo.training.show.predicted import log_mean
 from zoo.training.tracking import number_of
-from zoo.training.use import progress, say_written, wire_option
+from zoo.training.use import log_written, progress, wire_option
 
 __all__ = ["Published", "command"]
 
@@ -71,7 +71,7 @@ def command(family: Published, given: Sequence[str], folder: Path, parser: Argum
             measured.append(measures)
             on_step(i + 1, len(proteins))
         if len(measured) > 1:
-            say_mean(measured)
-        ranks.say(f"took {time.perf_counter() - began:.2f} s on {number_of(dist.get_world_size(), 'rank')}")
-        say_written(written, before)
+            log_mean(measured)
+        ranks.log0(f"took {time.perf_counter() - began:.2f} s on {number_of(dist.get_world_size(), 'rank')}")
+        log_written(written, before)
     return 0

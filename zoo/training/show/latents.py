@@ -16,7 +16,7 @@ from zoo.training import UserError, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.show import video
 from zoo.training.show.clips import Clips
-from zoo.training.show.video import Pairs, size_asked
+from zoo.training.show.video import Pairs, requested_size
 from zoo.training.tasks.latents import Task, clip_sizes
 from zoo.video.codec import Autoencoder, CodecError
 from zoo.video.encoders import ImageEncoder, PooledEncoder, TextEncoder
@@ -152,7 +152,7 @@ class Infer(video.Infer):
         parser.add_argument("--text", type=Path, help=f"folder of the text encoder, {elsewhere}")
         parser.add_argument("--image", type=Path, help=f"folder of the image encoder, {elsewhere}")
 
-    def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
+    def requested_clips(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
         assert self.task.manifest is not None
         if options.prompt and "context" not in self.task.takes:
             raise ValueError(f"--prompt: the model {self.config.model.name} takes no text")
@@ -162,7 +162,7 @@ class Infer(video.Infer):
         if options.negative_prompt is not None and (options.guidance == 1 or not options.prompt):
             raise ValueError("--negative-prompt is what guidance leads away from: it needs --prompt and --guidance")
         folder = self.task.read()
-        pixels = size_asked(options, codec.pixel_shape(*folder.buckets[0].shape))
+        pixels = requested_size(options, codec.pixel_shape(*folder.buckets[0].shape))
         size = codec.latent_shape(*pixels)[1:]
         fps = getattr(options, "fps", Counter(entry.fps for entry in folder.clips[0]).most_common(1)[0][0])
         n, sizes, none = len(captions), clip_sizes(*pixels, fps) | {"strength": 0.0}, None

@@ -16,7 +16,7 @@ from zoo.data.protein.record import Protein
 from zoo.protein import monomer_weights
 from zoo.protein.atoms import backbone
 from zoo.protein.prediction import Predictor
-from zoo.training.ranks import on_first_rank, say
+from zoo.training.ranks import log0, on_first_rank
 from zoo.training.show import folder
 from zoo.training.show.predicted import Predicted, bonded, described, table, write
 
@@ -63,9 +63,9 @@ class Published(folder.Published):
         atoms = backbone(rotation, translation, given["sequence"], bonded(protein))
         predicted = Predicted(protein, probability, distance, None, bins, atoms, plddt)
         files, measured = on_first_rank(partial(write, options.out / protein.name, predicted, options.least))
-        say(table(f"{protein.name}: {described(protein, len(given['msa']))}", measured))
+        log0(table(f"{protein.name}: {described(protein, len(given['msa']))}", measured))
         if fault := predicted.unusable():
-            say(f"  {fault}")
+            log0(f"  {fault}")
         return files, measured
 
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from zoo.training import UserError
-from zoo.training.tracking import size
+from zoo.training.tracking import human_bytes
 
 MOST = 1 << 20  # the largest count, and the most characters of a text
 
@@ -31,6 +31,8 @@ def checked(options: Namespace, trained: Sequence[int] = (1, 1, 1)) -> Namespace
     sizes = [getattr(options, name, it) for name, it in zip(("frames", "height", "width"), trained)]
     need, there = 3 * clips * math.prod(sizes), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > there:
-        asked = f"{clips:,} clips of {' x '.join(f'{s:,}' for s in sizes)} pixels"
-        raise UserError(f"{asked} are {size(need)}, and this host has {size(there)}: ask for fewer or smaller ones")
+        raise UserError(
+            f"{clips:,} clips of {' x '.join(f'{s:,}' for s in sizes)} pixels are {human_bytes(need)}, and this host "
+            f"has {human_bytes(there)}: ask for fewer or smaller ones"
+        )
     return options

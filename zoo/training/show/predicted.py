@@ -15,7 +15,7 @@ from zoo.protein.backbone_picture import save_backbones
 from zoo.protein.distogram import CONTACT, distances, edges
 from zoo.protein.metrics import average, contact_precision, distance_lddt, range_of_pairs, rmsd
 from zoo.protein.picture import ContactMap, save_contact_maps, write_contacts
-from zoo.training.ranks import say
+from zoo.training.ranks import log0
 from zoo.training.tracking import number_of
 
 SPACING = (2.8, 4.8)  # Å between the Cα of neighbours, at the median; real ones are 3.8 apart
@@ -114,12 +114,12 @@ def table(title: str, measured: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def say_mean(measured: list[dict[str, float]], origin: str = "") -> None:
+def log_mean(measured: list[dict[str, float]], origin: str = "") -> None:
     """Print the mean of the measures of several proteins, those without a known structure not counted."""
     if known := [measures for measures in measured if any(" P@" in name for name in measures)]:
         without = len(measured) - len(known)
         more = f"; {number_of(without, 'protein')} without a known structure" if without else ""
-        say(table(f"mean of {len(known)}{origin and f' {origin}'}{more}", average(known)))
+        log0(table(f"mean of {len(known)}{origin and f' {origin}'}{more}", average(known)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -18,8 +18,8 @@ from zoo.protein.metrics import average, contact_precision, masked_accuracy
 from zoo.protein.objective import Frequencies
 from zoo.protein.picture import save_contact_maps
 from zoo.training import UserError, task, user_error
-from zoo.training.ranks import on_first_rank, say
-from zoo.training.show.predicted import Predicted, bonded, described, say_mean, table, truth, write
+from zoo.training.ranks import log0, on_first_rank
+from zoo.training.show.predicted import Predicted, bonded, described, log_mean, table, truth, write
 from zoo.training.task import Baseline
 from zoo.training.tasks.protein import Task
 from zoo.training.tracking import ascii_key
@@ -84,7 +84,7 @@ class Show(task.Show):
         terms = average([frequencies.losses(sample) for sample in judged])
         by_frequency, by_information, by_couplings = self._guesses(frequencies)
         if not by_couplings:
-            say("alignments of one row: nothing is coupled, and hidden letters stand in the sequence")
+            log0("alignments of one row: nothing is coupled, and hidden letters stand in the sequence")
         words = "frequencies of letters in a column, of distances by separation"
         baselines = [Baseline("baseline_frequency", words, sum(terms.values()))]
         for key, what, values in (
@@ -115,7 +115,7 @@ class Show(task.Show):
 
 
 def skipped_template(path: Path, why: str) -> None:
-    say(f"skipped {why if str(path) in why else f'{path}: {why}'}")
+    log0(f"skipped {why if str(path) in why else f'{path}: {why}'}")
 
 
 def origins(names: Mapping[str, Sequence[str]]) -> Callable[[Protein], str]:
@@ -181,7 +181,8 @@ class Infer(task.Infer):
         given = on_first_rank(lambda: user_error(find_proteins, options.files, chains=options.complex))
         alone = [one.alignments[0].name for one in given if one.structure is None]
         if alone and len(alone) < len(given) and not any(path.is_dir() for path in options.files):
-            say(f"{', '.join(alone)}: predicted alone; the name of a structure's alignment begins with the structure's")
+            names = ", ".join(alone)
+            log0(f"{names}: predicted alone; the name of a structure's alignment begins with the structure's")
         origin_of = origins(self.names)
         written: list[Path] = []
         self.results, measured, skipped = [], dict[str, list[dict[str, float]]](), list[str]()
@@ -192,7 +193,7 @@ class Infer(task.Infer):
                 if len(given) == 1:
                     raise
                 skipped.append(str(error))
-                say(f"skipped {error}")
+                log0(f"skipped {error}")
                 continue
             origin = origin_of(protein)
             files, measures = self._predict_and_write(model, protein, origin, options, device)
@@ -202,9 +203,9 @@ class Infer(task.Infer):
         if not written:
             raise UserError(f"none of {len(given)} proteins can be read; the first: {skipped[0]}")
         if len(given) > 1:
-            say(f"{sum(map(len, measured.values()))} of {len(given)} proteins predicted, {len(skipped)} skipped")
+            log0(f"{sum(map(len, measured.values()))} of {len(given)} proteins predicted, {len(skipped)} skipped")
             for origin, each in measured.items():
-                say_mean(each, origin)
+                log_mean(each, origin)
         return written
 
     def _refuse(self, options: Namespace) -> None:
@@ -217,7 +218,8 @@ class Infer(task.Infer):
             if number < least:
                 raise ValueError(f"--{name.replace('_', '-')} {number}: must be at least {least}")
         if options.recycles > (most := self.config.objective.recycles):
-            say(f"--recycles {options.recycles}: the model was trained with at most {most}, and may do worse with more")
+            known = f"the model was trained with at most {most}, and may do worse with more"
+            log0(f"--recycles {options.recycles}: {known}")
 
     def _predict_and_write(
         self, model: Callable[..., Any], protein: Protein, origin: str, options: Namespace, device: torch.device
@@ -231,9 +233,9 @@ class Infer(task.Infer):
             name = f"{protein.name}-{rows}" if len(numbers) > 1 else protein.name
             files, measures = on_first_rank(partial(write, options.out / name, predicted, options.least))
             written += files
-            say(table(f"{protein.name}{origin and f' ({origin})'}: {described(protein, rows)}", measures))
+            log0(table(f"{protein.name}{origin and f' ({origin})'}: {described(protein, rows)}", measures))
             if fault := predicted.unusable():
-                say(f"  {fault}; train longer")
+                log0(f"  {fault}; train longer")
         return written, measures
 
     def predict(

@@ -287,7 +287,7 @@ class Infer(task.Infer):
         with watch("loading"):
             codec = self.show.codec(getattr(options, "vae", None), device)
         with watch("text"):
-            clips, fps = self.asked(options, codec, device)
+            clips, fps = self.requested_clips(options, codec, device)
         if options.first_frame:
             with watch("encoding"):
                 if begun:
@@ -314,7 +314,7 @@ class Infer(task.Infer):
         start = encode_start(self.task.conditions, image, (frames, height, width), codec)
         return {"start": start.expand(len(clips.titles), *start.shape)}
 
-    def asked(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
+    def requested_clips(self, options: Namespace, codec: Any, device: torch.device) -> tuple[Clips, float]:
         """The clips that infer.py is asked for, and their frames a second. A ValueError names a wrong option."""
         for name in ("prompt", "negative_prompt"):
             if getattr(options, name) is not None:
@@ -330,10 +330,10 @@ class Infer(task.Infer):
             raise ValueError(f"--guidance {options.guidance:g}: the model is told no class, so it takes no guidance")
         fps = getattr(options, "fps", self.config.data.fps or FPS)
         labels = labels or [i % (classes or 1) for i in range(options.clips)]
-        return self.show.clips(labels, size_asked(options, self.task.clip), fps), fps
+        return self.show.clips(labels, requested_size(options, self.task.clip), fps), fps
 
 
-def size_asked(options: Namespace, trained: tuple[int, int, int]) -> tuple[int, int, int]:
+def requested_size(options: Namespace, trained: tuple[int, int, int]) -> tuple[int, int, int]:
     """Frames, height and width in pixels; by default those of training."""
     frames, height, width = (getattr(options, n, size) for n, size in zip(("frames", "height", "width"), trained))
     return frames, height, width

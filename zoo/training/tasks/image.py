@@ -51,7 +51,7 @@ class Sample:
 class Task(task.Task):
     """Autoregressive images: a rank holds a range of the rows of each."""
 
-    divided = {"image": 2}
+    sharded_inputs = {"image": 2}
 
     def __init__(self, config: Any, *where: Any):
         super().__init__(config, *where)
@@ -96,8 +96,8 @@ class Task(task.Task):
 
     def samples(self, chosen: Sequence[tuple[int, int]], training: bool) -> Inputs:
         data, places = (self.train, range(len(self.train))) if training else (self.validation, self.judged())
-        images, labels = zip(*(data.image(places[i], self.here(self.shape[1])) for _, i in chosen))
-        inputs: Inputs = {"image": self.part("image", torch.stack(images), self.shape[1])}
+        images, labels = zip(*(data.image(places[i], self.local_range(self.shape[1])) for _, i in chosen))
+        inputs: Inputs = {"image": self.local_shard("image", torch.stack(images), self.shape[1])}
         return inputs | ({"label": torch.tensor(labels)} if self.conditional else {})
 
     def judged(self) -> list[int]:

@@ -219,11 +219,11 @@ class Task(video.Task):
 
     def _read_clips(self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool]) -> Inputs:
         frames = entries[0].shape[1]
-        x = torch.stack([folder.latent(entry, self.here(frames)) for entry in entries])
-        conditions = self.conditions_of_clips(folder, entries, drop, self.here(frames))
+        x = torch.stack([folder.latent(entry, self.local_range(frames)) for entry in entries])
+        conditions = self.conditions_of_clips(folder, entries, drop, self.local_range(frames))
         if "start" in conditions:
-            conditions["start"] = self.part("start", conditions["start"], frames)
-        return {"x": self.part("x", x, frames), **conditions}
+            conditions["start"] = self.local_shard("start", conditions["start"], frames)
+        return {"x": self.local_shard("x", x, frames), **conditions}
 
     def conditions_of_clips(
         self, folder: LatentFolder, entries: Sequence[Entry], drop: Sequence[bool], frames: range | None = None

@@ -45,7 +45,7 @@ class Dataset(Protocol):
 class Task(task.Task):
     """Proteins: a rank holds a range of the rows of each alignment and of the rows i of its pairs."""
 
-    divided = dict.fromkeys(
+    sharded_inputs = dict.fromkeys(
         "msa deletions msa_mask msa_target msa_weight bins pair_weight contact_weight couplings "
         "extra_msa extra_deletions extra_mask".split(), 1,
     )  # fmt: skip
@@ -136,7 +136,7 @@ class Task(task.Task):
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        seed, chosen = self.config.train.seed, self.drawn(step, micro, group, groups, len(self.train))
+        seed, chosen = self.config.train.seed, self.sample_indices(step, micro, group, groups, len(self.train))
         examples = [self.draw(self.train, "train", seed, epoch, index) for epoch, index in chosen]
         return self._inputs(examples, self.recycles(step))
 
@@ -192,21 +192,21 @@ class Task(task.Task):
             parts = [of(example) for example in examples]
             return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
-        def divided(what: str, of: Callable[[Example, range], dict[str, Tensor]]) -> dict[str, Tensor]:
+        def sharded(what: str, of: Callable[[Example, range], dict[str, Tensor]]) -> dict[str, Tensor]:
             length = self.shape[what]
-            local = stacked(lambda example: of(example, self.here(length)))
+            local = stacked(lambda example: of(example, self.local_range(length)))
             for name, sums in counted.items():
                 if name in local:
                     local[name] /= sums[:, None, None]
-            return {name: self.part(name, x, length) for name, x in local.items()}
+            return {name: self.local_shard(name, x, length) for name, x in local.items()}
 
         # the weights of a sample sum to one: all samples count the same, however they are grouped into batches
         seen = torch.tensor([e.protein.contact_atoms()[1].sum() for e in examples])
         counted = {"msa_weight": torch.stack([e.chosen.sum() for e in examples]), "pair_weight": seen**2,
                    "contact_weight": seen**2}  # fmt: skip
-        inputs: Inputs = {**divided("rows", Example.alignment), **divided("residues", Example.pairs)}
+        inputs: Inputs = {**sharded("rows", Example.alignment), **sharded("residues", Example.pairs)}
         if self.features:
-            inputs |= divided("residues", partial(Example.couplings, around=self.config.data.around))
+            inputs |= sharded("residues", partial(Example.couplings, around=self.config.data.around))
         inputs |= {**stacked(Example.single), "recycles": recycles}
         if "entity_id" in self.inputs:
             inputs |= stacked(Example.entities)
@@ -214,7 +214,7 @@ class Task(task.Task):
             inputs |= stacked(Example.relatives)
         if self.folds:
             inputs |= stacked(structure_inputs)
-        return inputs | (divided("extra", Example.extra_alignment) if self.shape["extra"] else {})
+        return inputs | (sharded("extra", Example.extra_alignment) if self.shape["extra"] else {})
 
     def predictor(self, model: nn.Module) -> nn.Module:
         return Predictor(model)

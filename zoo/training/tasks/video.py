@@ -222,7 +222,7 @@ class Lookups(TorchFunctionMode):
 class Task(task.Task):
     """Diffusion on clips: a rank holds a range of the frames of each."""
 
-    divided = {"x": 2, "noise": 2, "x_mask": 1, "start": 2}
+    sharded_inputs = {"x": 2, "noise": 2, "x_mask": 1, "start": 2}
 
     def __init__(self, config: Any, *where: Any):
         super().__init__(config, *where)
@@ -379,10 +379,10 @@ class Task(task.Task):
     # --------------------------------------------------------------------------------------------------------- batches
 
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
-        n, here = len(self.train), self.here(self.clip[0])
-        chosen = self.drawn(step, micro, group, groups, n)
+        n, local = len(self.train), self.local_range(self.clip[0])
+        chosen = self.sample_indices(step, micro, group, groups, n)
         ids = [epoch * n + index for epoch, index in chosen]
-        clips = [self.train.clip(index, epoch, here) for epoch, index in chosen]
+        clips = [self.train.clip(index, epoch, local) for epoch, index in chosen]
         return self._inputs(clips, self._dropped(step, ids)) | self._random(objective, step, ids, self.clip)
 
     def _dropped(self, step: int, ids: Sequence[int]) -> Tensor:
@@ -393,36 +393,37 @@ class Task(task.Task):
     def _random(self, objective: Any, step: int, ids: Sequence[int], clip: tuple[int, int, int]) -> Inputs:
         """The random inputs of training samples of one shape: noise, its level, and the mask of noised frames."""
         (frames, *size), options = clip, self.config.objective
-        seed, here = self.config.train.seed, self.here(frames)
+        seed, local = self.config.train.seed, self.local_range(frames)
+        noise = seeded_noise(seed, step, ids, local, (self.channels, size[0], size[1]))
         inputs: Inputs = {
-            "noise": self.part("noise", seeded_noise(seed, step, ids, here, (self.channels, size[0], size[1])), frames),
+            "noise": self.local_shard("noise", noise, frames),
             "timestep": objective.sample_timestep(seeded_uniform(seed, step, ids), prod(clip)),
         }
         if self.masked:
             mask = noised_frames(seed, step, ids, frames, first=options.first_frame, some=options.random_frames)
-            inputs["x_mask"] = self.part("x_mask", mask[:, here.start : here.stop], frames)
+            inputs["x_mask"] = self.local_shard("x_mask", mask[:, local.start : local.stop], frames)
             inputs["weight"] = frames / mask.sum(1)  # all samples count the same, however few frames are judged
         return inputs
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         levels = objective.validation_levels(self.config.eval.levels, prod(self.clip))
-        here = self.here(self.clip[0])
+        local = self.local_range(self.clip[0])
         chosen = self.judged_clips()[group::groups]
         for start in range(0, len(chosen), self.config.train.batch):
             batch = chosen[start : start + self.config.train.batch]
             ids = [epoch * len(self.validation) + index for index, epoch in batch]
-            inputs = self._inputs([self.validation.clip(index, epoch, here) for index, epoch in batch])
+            inputs = self._inputs([self.validation.clip(index, epoch, local) for index, epoch in batch])
             yield from self._judged(inputs, levels, ids, self.clip)
 
     def _judged(
         self, inputs: Inputs, levels: Tensor, ids: Sequence[int], clip: tuple[int, int, int], count: int | None = None
     ) -> Iterator[tuple[int, int, Inputs]]:
         """Yield the samples at every level, with other noise at each; `count` of them enter the mean (None: all)."""
-        (frames, *size), here = clip, self.here(clip[0])
+        (frames, *size), local = clip, self.local_range(clip[0])
         for i in range(len(levels)):
-            noise = seeded_noise(_VALIDATION, i, ids, here, (self.channels, size[0], size[1]))
-            drawn: Inputs = {"noise": self.part("noise", noise, frames), "timestep": levels[i].repeat(len(ids))}
-            yield i, len(ids) if count is None else count, inputs | drawn
+            noise = seeded_noise(_VALIDATION, i, ids, local, (self.channels, size[0], size[1]))
+            noised: Inputs = {"noise": self.local_shard("noise", noise, frames), "timestep": levels[i].repeat(len(ids))}
+            yield i, len(ids) if count is None else count, inputs | noised
 
     def judged_clips(self) -> list[tuple[int, int]]:
         """The (index, epoch) of every validation clip; if there are too few samples, several clips of each."""
@@ -435,10 +436,10 @@ class Task(task.Task):
         labels = torch.tensor([clip["label"] or 0 for clip in clips])
         if drop is not None and self.num_classes is not None:
             labels = labels.masked_fill(drop, self.num_classes)
-        conditions = self.conditions_of(labels, self.clip)
+        conditions, frames = self.conditions_of(labels, self.clip), self.clip[0]
         if "start" in self.takes:
-            conditions["start"] = self.part("start", self.starts(x, self.here(self.clip[0])), self.clip[0])
-        return {"x": self.part("x", x, self.clip[0]), **conditions}
+            conditions["start"] = self.local_shard("start", self.starts(x, self.local_range(frames)), frames)
+        return {"x": self.local_shard("x", x, frames), **conditions}
 
     def starts(self, x: Tensor, frames: range) -> Tensor:
         """The channels after those of clips of pixels x (b c t h w), which have these frames."""
