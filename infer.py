@@ -32,10 +32,10 @@ from zoo.training import UserError, pipeline, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.console import Console
 from zoo.training.environment import first_rank, world_size
-from zoo.training.show.options import checked
+from zoo.training.outputs.options import checked
 from zoo.training.tracking import names_of, number_of
-from zoo.training.use import arguments as describe
-from zoo.training.use import load_model, locate, log_written, progress, wire_option
+from zoo.training.trained import arguments as describe
+from zoo.training.trained import load_model, locate, log_written, progress, wire_option
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def protein_family(folder: Path) -> str:
-    """The module of zoo.training.show for a folder of a published model of proteins; "" for any other, as of a run."""
+    """The module of zoo.training.outputs for a published model of proteins; "" for any other folder, as of a run."""
     config = folder / "config.json"
     if (folder / "config.yaml").is_file():
         return ""
@@ -68,7 +68,7 @@ def direct_coupling_analysis(arguments: Sequence[str]) -> int:
     """Predict contacts from alignments, without a model, in one process."""
     if world_size() > 1:
         raise UserError("--dca is done by one process: python infer.py --dca ...")
-    dca = user_error(import_module, "zoo.training.show.dca")  # Biopython comes with an extra
+    dca = user_error(import_module, "zoo.training.outputs.dca")  # Biopython comes with an extra
     parser = Parser(prog="infer.py --dca", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     dca.arguments(parser)
     options = checked(parser.parse_args(arguments))
@@ -94,8 +94,8 @@ def work(arguments: Sequence[str]) -> int:
         if pipeline.is_pipeline(Path(arguments[0])):
             return pipeline.command(arguments[1:], Path(arguments[0]), Parser(prog="infer.py FOLDER"))
         if family := protein_family(Path(arguments[0])):
-            show = user_error(import_module, f"zoo.training.show.{family}")  # Biopython comes with an extra
-            folder = import_module("zoo.training.show.folder")
+            show = user_error(import_module, f"zoo.training.outputs.{family}")  # Biopython comes with an extra
+            folder = import_module("zoo.training.outputs.folder")
             return folder.command(show.Published(), arguments[1:], Path(arguments[0]), Parser(prog="infer.py FOLDER"))
         run, directory, step = locate(Path(arguments[0]))
         config = cfg.load([str(run / "config.yaml")])

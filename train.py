@@ -28,8 +28,7 @@ import dsp
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, auto, checkpoint, environment, flight, ranks, user_error
 from zoo.training import config as cfg
-from zoo.training.account import closing, opening, resumed
-from zoo.training.comparison import compare
+from zoo.training.check_run import compare
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Snapshot, StepResult
@@ -52,6 +51,7 @@ from zoo.training.owner import Owner
 from zoo.training.profile import Profiler
 from zoo.training.records import naming
 from zoo.training.saving import Saver
+from zoo.training.summary import closing, opening, resumed
 from zoo.training.task import Inputs, Show, Task
 from zoo.training.tracking import Tracker, ascii_key, changes, display_name, open_run
 

@@ -33,7 +33,7 @@ from zoo.data.protein.record import Protein
 from zoo.protein.coevolution import direct_couplings, filled_rows, mutual_information, relative
 from zoo.protein.metrics import contact_precision
 from zoo.protein.picture import ContactMap
-from zoo.training.show.protein import ROWS, truth
+from zoo.training.outputs.protein import ROWS, truth
 
 PARTS = ("L", "L/2", "L/5")
 

@@ -55,7 +55,7 @@ from benchmarks.methods import METHODS, Shape, Step, all_ranks
 from zoo.data.protein.record import ATOMS, LETTERS, Protein
 from zoo.training import config as cfg
 from zoo.training.model import compile_and_recompute
-from zoo.training.together import together
+from zoo.training.shared_codec import shared_codec
 from zoo.video.codec import Autoencoder
 
 FINE = 16  # bisection ends within a sixteenth
@@ -355,7 +355,7 @@ def rank_of(codec: Autoencoder, n: int, rank: int, size: tuple[int, int]) -> int
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n)
     try:
-        return decoding_peak(together(codec), *size)
+        return decoding_peak(shared_codec(codec), *size)
     finally:
         dist.destroy_process_group()
 

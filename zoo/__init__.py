@@ -18,13 +18,13 @@ from zoo.registry import create, from_export, from_reference, list_models, sizes
 
 
 def load(path: Any, *, averaged: bool = True, wire: str = "same") -> Any:
-    """The trained model of a run's directory, or of one of its checkpoints: a `zoo.training.use.Run`.
+    """The trained model of a run's directory, or of one of its checkpoints: a `zoo.training.trained.Run`.
 
     averaged: use the moving average of the weights, if the run kept one. The model is restored on every rank; without
     torchrun, this process is the only rank. wire: the format in which ranks send activations to one another, as for
     `dsp.parallelize`. ValueError: no run, no sound checkpoint, or a checkpoint of another model.
     """
-    from zoo.training.use import Run  # it imports dsp, configurations and checkpoints, which models do not need
+    from zoo.training.trained import Run  # it imports dsp, configurations and checkpoints, which models do not need
 
     return Run(path, averaged=averaged, wire=wire)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zoo.contract import check
 from zoo.files import fits, read_table
-from zoo.outside import outside
+from zoo.plugins import load_plugin
 from zoo.reference import load_renamed, read_safetensors
 
 MODELS = {
@@ -166,7 +166,7 @@ def _module(name: str) -> tuple[Any, Any]:
         return module, getattr(module, cls)
     if ":" not in name and not entry_points(group="zoo.models", name=name):
         raise ValueError(f"the zoo has no model {name!r}; {_hint(name, MODELS)}; your own is package.module:Class")
-    kind = outside(name, "zoo.models")
+    kind = load_plugin(name, "zoo.models")
     module = sys.modules[getattr(kind, "__module__", __name__)]
     if not (isinstance(kind, type) and issubclass(kind, nn.Module) and is_dataclass(getattr(module, "Config", None))):
         raise ValueError(f"{name}: expected a torch.nn.Module, and beside it a dataclass Config that it is made of")

@@ -16,11 +16,11 @@ from tests.support.runs import launched, metrics
 from tests.support.slow import long, slow
 from zoo.data.clips import Clips
 from zoo.data.sampling import VideoDataset
-from zoo.outside import outside
+from zoo.plugins import load_plugin
 from zoo.training import UserError, complete
 from zoo.training import config as cfg
 from zoo.training.model import without_weights
-from zoo.training.show.video import Show
+from zoo.training.outputs.video import Show
 from zoo.training.tasks.video import Lookups
 
 BLOCKS = [block for name in ("adding", "adding-data") for block in blocks(ROOT / f"docs/{name}.md")]
@@ -191,7 +191,7 @@ def test_names_that_an_installed_package_gives(folder):
 def test_errors_of_a_users_module_are_raised_unchanged(folder):
     (folder / "convtime.py").write_text("import not_installed_anywhere")
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
-        outside("convtime:ConvTime", "zoo.models")
+        load_plugin("convtime:ConvTime", "zoo.models")
 
 
 @pytest.mark.parametrize("name", ["frames", "shape", "num_classes", "clip", "__len__"])

@@ -22,7 +22,7 @@ from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.runs import TINY, Runs, metrics, run_here
 from zoo.data.latent_folder import LatentFolder, video_of
-from zoo.training import UserError, export, initial
+from zoo.training import UserError, export, init_weights
 from zoo.training import config as cfg
 from zoo.training.lora import plain_name
 from zoo.video import hunyuan_weights, latte_weights, tiny_encoders
@@ -72,7 +72,7 @@ def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
     (first / "config.yaml").write_text(saved)
     task = cfg.create_task(cfg.load(run.arguments(f"init.weights={out}")))
     task.open()
-    assert same(initial.source(task).state_dict(), averaged.state_dict())
+    assert same(init_weights.source(task).state_dict(), averaged.state_dict())
     second = run("name=second", *SHORT, f"init.weights={out}", "optim.lr=0")
     assert same(export.weights_of(second).state_dict(), averaged.state_dict())
 
@@ -163,11 +163,11 @@ def test_weights_of_open_sora_begin_a_run_beside_their_config(tmp_path):
     state["x_embedder.proj.weight"] = state["x_embedder.proj.weight"].reshape(-1, 4, 1, 2, 2)
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(OPEN_SORA))
-    found = initial.source(Toy(tmp_path, "stdit", input_sq_size=256))
+    found = init_weights.source(Toy(tmp_path, "stdit", input_sq_size=256))
     assert same(found.state_dict(), model.state_dict())
     # not in the weights: the side of the frames that positions are stretched over
     with pytest.raises(UserError, match=r"of a model with input_sq_size=256 \(configured: 512\)"):
-        initial.source(Toy(tmp_path, "stdit"))
+        init_weights.source(Toy(tmp_path, "stdit"))
     for changes, message in (
         ({"qk_norm": False}, "qk_norm=False in the Open-Sora config: STDiT v3 has True"),
         (
@@ -178,7 +178,7 @@ def test_weights_of_open_sora_begin_a_run_beside_their_config(tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps(OPEN_SORA | changes))
         with pytest.raises(UserError, match=re.escape(message)):
-            initial.source(Toy(tmp_path, "stdit", input_sq_size=256))
+            init_weights.source(Toy(tmp_path, "stdit", input_sq_size=256))
 
 
 @pytest.mark.parametrize("overrides", [{}, {"in_channels": 9, "condition_channels": 5, "guidance": False}])
@@ -187,7 +187,7 @@ def test_a_folder_of_diffusers_hunyuan_begins_a_run(tmp_path, overrides):
     torch.manual_seed(0)
     model = zoo.create("hunyuan", "test", **overrides)
     hunyuan_weights.to_diffusers(model).save_pretrained(tmp_path)
-    assert same(initial.source(Toy(tmp_path, "hunyuan", **overrides)).state_dict(), model.state_dict())
+    assert same(init_weights.source(Toy(tmp_path, "hunyuan", **overrides)).state_dict(), model.state_dict())
     settings = json.loads((tmp_path / "config.json").read_text())
     for changes, message in (
         ({"rope_axes_dim": [8, 12, 12]}, "rope_axes_dim=[8, 12, 12] in the diffusers config: HunyuanVideo has (4, 14,"),
@@ -199,7 +199,7 @@ def test_a_folder_of_diffusers_hunyuan_begins_a_run(tmp_path, overrides):
     ):
         (tmp_path / "config.json").write_text(json.dumps(settings | changes))
         with pytest.raises(UserError, match=re.escape(message)):
-            initial.source(Toy(tmp_path, "hunyuan", **overrides))
+            init_weights.source(Toy(tmp_path, "hunyuan", **overrides))
 
 
 def test_a_config_that_says_no_more_than_the_weights_is_not_read(tmp_path):
@@ -216,7 +216,7 @@ def test_a_config_that_says_no_more_than_the_weights_is_not_read(tmp_path):
         state[name] = state[name][:, None]
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 48}))
-    found = initial.source(Toy(tmp_path, "st_mamba", **options))
+    found = init_weights.source(Toy(tmp_path, "st_mamba", **options))
     assert same(found.spatial[0].mixers[0].state_dict(), model.spatial[0].mixers[0].state_dict())
     assert same(found.temporal[1].mixers[0].state_dict(), model.temporal[1].mixers[0].state_dict())
 
@@ -238,20 +238,20 @@ def test_latte_to_diffusers_and_back(tmp_path, monkeypatch):
     assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
     theirs = diffusers.LatteTransformer3DModel.from_pretrained(tmp_path / "out")
     assert (theirs.config.sample_size, theirs.config.video_length) == (8, 5)
-    assert same(initial.source(Toy(tmp_path / "out", **options)).state_dict(), model.state_dict())
+    assert same(init_weights.source(Toy(tmp_path / "out", **options)).state_dict(), model.state_dict())
     # what the weights do not tell stands in config.json, and is held against what is configured
     with pytest.raises(UserError, match=r"of a model with sample_size=8 \(configured: 64\)"):
-        initial.source(Toy(tmp_path / "out", **{**options, "sample_size": 64}))
+        init_weights.source(Toy(tmp_path / "out", **{**options, "sample_size": 64}))
     wrong = Toy(tmp_path / "out", **{**options, "sample_size": 64, "depth": 4})  # num_layers of diffusers is 1 here
     with pytest.raises(UserError, match=r"of a model with depth=2 \(configured: 4\), .* sample_size: 8, depth: 2}}$"):
-        initial.refuse_described(wrong)
+        init_weights.refuse_described(wrong)
     (tmp_path / "out" / "config.json").unlink()
     for overrides in (options, {**options, "heads": asdict(model.config)["heads"]}):
         if "heads" not in overrides:
             with pytest.raises(UserError, match="heads="):
-                initial.source(Toy(tmp_path / "out", **overrides))
+                init_weights.source(Toy(tmp_path / "out", **overrides))
         else:
-            assert same(initial.source(Toy(tmp_path / "out", **overrides)).state_dict(), model.state_dict())
+            assert same(init_weights.source(Toy(tmp_path / "out", **overrides)).state_dict(), model.state_dict())
 
 
 @pytest.mark.slow

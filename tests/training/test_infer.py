@@ -12,8 +12,8 @@ from tests.support.inference import frames, infer, infer_here, tiny_run  # noqa:
 from tests.support.runs import Runs
 from tests.support.slow import slow
 from zoo.training import UserError
-from zoo.training.show.options import checked
-from zoo.training.use import log_written, progress
+from zoo.training.outputs.options import checked
+from zoo.training.trained import log_written, progress
 
 
 @pytest.mark.parametrize(

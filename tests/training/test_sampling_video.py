@@ -16,7 +16,7 @@ from tests.support.slow import long, slow
 from zoo.data.latents import Entry, Manifest, Writer, write_manifest
 from zoo.pictures import title, to_pixels
 from zoo.training import config as cfg
-from zoo.training.show.clips import Pixels, decode
+from zoo.training.outputs.clips import Pixels, decode
 from zoo.training.task import share
 from zoo.video.codec import Autoencoder
 from zoo.video.encoders import TextEncoder

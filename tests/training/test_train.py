@@ -139,7 +139,7 @@ def test_a_folder_of_videos_with_iddpm(run, tmp_path, capsys):
 
 
 def test_the_linear_baseline_is_reported(run, capsys, monkeypatch):
-    monkeypatch.setattr("zoo.training.show.video.BASELINE_CLIPS", 300)
+    monkeypatch.setattr("zoo.training.outputs.video.BASELINE_CLIPS", 300)
     directory = run("eval.linear_baseline=true", "eval.clips=16")
     (baseline,) = metrics(directory, "baseline_linear")[4]
     assert 0.05 < baseline < 1
@@ -578,7 +578,7 @@ def test_every_option_is_read(run, trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.cfg, "load", load)
     monkeypatch.setattr("zoo.training.tracking.to_dict", lambda config: {})
     monkeypatch.setattr(tracking, "to_yaml", lambda config: "")
-    monkeypatch.setattr("zoo.training.show.video.BASELINE_CLIPS", 30)
+    monkeypatch.setattr("zoo.training.outputs.video.BASELINE_CLIPS", 30)
     run("wandb.mode=offline", "eval.linear_baseline=true")
     run.file.write_text(TINY.replace("data:", "#").replace("1, num_classes: 10", "3"))
     data = f"data={{name: video_folder, path: {tmp_path / 'videos'}, frames: 5, height: 8, width: 8}}"

@@ -24,7 +24,7 @@ from zoo.protein.coevolution import (
     sequence_weights,
 )
 from zoo.protein.metrics import contact_precision
-from zoo.training.show.predicted import truth
+from zoo.training.outputs.predicted import truth
 
 SHARED = Path(os.environ.get("DSP_PROTEIN_DATA", ROOT.parent / "shared" / "data" / "protein"))
 

@@ -30,7 +30,7 @@ from tests.support.slow import long, slow
 from zoo import registry
 from zoo.contract import Conditions
 from zoo.data.latents import Latents
-from zoo.training import adapter, export, initial
+from zoo.training import adapter, export, init_weights
 from zoo.training import config as cfg
 from zoo.training.lora import adapt, plain_name
 from zoo.training.sections import Lora
@@ -389,7 +389,7 @@ def test_published_weights_are_tuned_exported_and_read_back(
     # what a run begins with is what was published
     task = cfg.create_task(cfg.load(folder.arguments(f"init.weights={weights}")))
     task.open()
-    begun, theirs = initial.source(task).eval(), published_model(name, weights)
+    begun, theirs = init_weights.source(task).eval(), published_model(name, weights)
     inputs = begun.example_inputs(2, tokens=512 if begun.config.__dict__.get("image_channels") else 7, frames=5)
     if "context_mask" in inputs:
         inputs["context_mask"][:] = True

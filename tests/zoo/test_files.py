@@ -21,7 +21,7 @@ from zoo import files, reference
 from zoo.data.latents import LatentError, Manifest, encoded, read_manifest
 from zoo.data.protein.alignment import read_alignment
 from zoo.data.protein.structure import read_structure
-from zoo.training import UserError, adapter, config, initial, verify
+from zoo.training import UserError, adapter, config, init_weights, verify
 from zoo.video import latte_weights, published, wan_weights
 from zoo.video.clips import ClipError, captions
 from zoo.video.codec import Autoencoder
@@ -111,7 +111,7 @@ def export_of(folder: Path, text: str) -> None:
 
 
 def as_initial(folder: Path) -> None:
-    initial.description(folder, "latte")
+    init_weights.description(folder, "latte")
 
 
 def latte_of(folder: Path) -> None:
@@ -162,13 +162,13 @@ def test_settings_of_initial_weights(tmp_path: Path) -> None:
         ({"_class_name": "LatteTransformer3DModel", "num_attention_heads": []}, "has no 'attention_head_dim'"),
     ):
         export_of(tmp_path, json.dumps(table))
-        refused(said, initial.description, tmp_path, "latte")
+        refused(said, init_weights.description, tmp_path, "latte")
     export_of(tmp_path, json.dumps({"objective": []}))
     options = config.defaults("digits")
     options.init.weights = str(tmp_path)
-    initial.refuse_other_prediction(options)
+    init_weights.refuse_other_prediction(options)
     export_of(tmp_path, DEEP)
-    refused("config.json: damaged: nested too deeply", initial.refuse_other_prediction, options, error=UserError)
+    refused("config.json: damaged: nested too deeply", init_weights.refuse_other_prediction, options, error=UserError)
 
 
 LATTE_OF_DIFFUSERS = {

@@ -36,7 +36,7 @@ from zoo.protein.metrics import (
 from zoo.protein.objective import Frequencies, ProteinObjective
 from zoo.protein.picture import HIT, LIKELY, MISS, UNSEEN, ContactMap, save_contact_maps
 from zoo.training.model import recomputed_modules, repeated_stages
-from zoo.training.show.predicted import Predicted
+from zoo.training.outputs.predicted import Predicted
 from zoo.training.tasks.protein import structure_inputs
 
 

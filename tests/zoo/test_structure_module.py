@@ -22,7 +22,7 @@ from zoo.protein.metrics import distance_lddt, rmsd
 from zoo.protein.structure import StructureModule, rotation_of
 from zoo.protein.structure_losses import FrameAlignedPointError, lddt_of_residues
 from zoo.protein.structure_weights import from_reference
-from zoo.training.show.predicted import bonded
+from zoo.training.outputs.predicted import bonded
 from zoo.training.tasks.protein import structure_inputs
 
 with warnings.catch_warnings(action="ignore"):

@@ -104,7 +104,7 @@ def test_a_probe_tells_classes():
 
 def test_clips_have_the_names_of_their_classes(tmp_path, monkeypatch):
     """As titles; and the probe finds the classes that the names stand for."""
-    monkeypatch.setattr("zoo.training.show.video.PROBE_FRAMES", 480)
+    monkeypatch.setattr("zoo.training.outputs.video.PROBE_FRAMES", 480)
     (tmp_path / "shapes.yaml").write_text(
         "model: {name: transformer2d, size: test, overrides: {in_channels: 3, num_classes: 16}}\n"
         "data: {name: shapes, frames: 2, height: 18, width: 18, radius: [7, 8], speed: [0, 1]}\n"
@@ -122,7 +122,7 @@ def test_clips_have_the_names_of_their_classes(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_reports_video_metrics(trainer, folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("zoo.training.show.video.PROBE_FRAMES", 60)
+    monkeypatch.setattr("zoo.training.outputs.video.PROBE_FRAMES", 60)
     options = ["sample.metrics=true", "sample.every=1", "train.steps=1", "eval.every=0", "sample.clips=4"]
     runs = Runs(trainer, tmp_path)
     directory = runs(*options, f"sample.features={folder}")

@@ -3,7 +3,7 @@
 `load(["configs/demo.yaml", "train.steps=10"])` merges the layers one at a time, so that an error names the layer that
 is wrong. An unknown key is an error with a suggestion, a wrong type is an error, and nothing is read from the
 environment. Only `model.name`, `data.name` and `task` can import code: a part of your own that you name
-(`zoo.outside`). `data` has the keys of the data set that it names, `objective`, `eval` and `sample` those of its task,
+(`zoo.plugins`). `data` has the keys of the data set that it names, `objective`, `eval` and `sample` those of its task,
 and `model.overrides` those of the model.
 """
 
@@ -29,7 +29,6 @@ from dsp.comm.wire import Wire
 from dsp.overlap import overlap_of
 from zoo.files import read_bytes
 from zoo.training import UserError, complete, one_line, user_error, values
-from zoo.training.parts import TASKS, Parts
 from zoo.training.sections import (
     Checkpoint,
     Hardware,
@@ -45,6 +44,7 @@ from zoo.training.sections import (
     option,
 )
 from zoo.training.task import Data, Infer, Show, Task
+from zoo.training.task_lookup import TASKS, TaskLookup
 
 USAGE = """usage: train.py CONFIG.yaml [key=value ...]
 
@@ -75,14 +75,14 @@ class Config:
     model: Model = field(default_factory=Model)
     init: Init = field(default_factory=Init)
     lora: Lora = field(default_factory=Lora)
-    data: Any = field(default_factory=lambda: Parts("digits").options())
-    objective: Any = field(default_factory=lambda: Parts("digits").module.Objective())
+    data: Any = field(default_factory=lambda: TaskLookup("digits").options())
+    objective: Any = field(default_factory=lambda: TaskLookup("digits").module.Objective())
     parallel: Parallel = field(default_factory=Parallel)
     hardware: Hardware = field(default_factory=Hardware)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
-    eval: Any = field(default_factory=lambda: Parts("digits").module.Eval())
-    sample: Any = field(default_factory=lambda: Parts("digits").module.Sample())
+    eval: Any = field(default_factory=lambda: TaskLookup("digits").module.Eval())
+    sample: Any = field(default_factory=lambda: TaskLookup("digits").module.Sample())
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profile: Profile = field(default_factory=Profile)
@@ -91,14 +91,14 @@ class Config:
 
 def defaults(data: str, task: str | None = None) -> Config:
     """The default configuration of a run on a data set."""
-    parts = Parts(data, task)
-    module, options = parts.module, parts.options()
+    lookup = TaskLookup(data, task)
+    module, options = lookup.module, lookup.options()
     return Config(data=options, objective=module.Objective(), eval=module.Eval(), sample=module.Sample(), task=task)
 
 
 def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
     """The task of a configuration, for this rank of `mesh`, whose ranks share each sample."""
-    data, name, module = config.data, config.data.name, Parts(config.data.name, config.task).module
+    data, name, module = config.data, config.data.name, TaskLookup(config.data.name, config.task).module
     asked = getattr(module, "Data", Data)
     if not getattr(asked, "_is_protocol", False):  # a class of the user's own, by chance of this name
         asked = Data
@@ -109,13 +109,13 @@ def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.de
 def create_show(task: Task) -> Show:
     """The pictures of a task."""
     name = task.config.data.name
-    return _create(Parts(name, task.config.task).shown.Show, f"what is shown of data.name={name}", task)
+    return _create(TaskLookup(name, task.config.task).outputs.Show, f"what is shown of data.name={name}", task)
 
 
 def create_infer(task: Task, names: Mapping[str, Sequence[str]] | None = None) -> Infer:
     """The part of infer.py that uses a task's model; `names`: of the samples that the run had, by set."""
     name, show = task.config.data.name, create_show(task)
-    infer = _create(Parts(name, task.config.task).shown.Infer, f"what infer.py makes of data.name={name}", show)
+    infer = _create(TaskLookup(name, task.config.task).outputs.Infer, f"what infer.py makes of data.name={name}", show)
     infer.names = names or {}
     return infer
 
@@ -177,9 +177,9 @@ def _merged(layers: Sequence[tuple[str, Layer]]) -> Config:
 
 def defaults_of(data: str, task: str | None) -> Config:
     """The defaults for a data set and a task; a UserError for a name that does not exist."""
-    parts, names = Parts(data, task), sorted(set(TASKS.values()))
+    lookup, names = TaskLookup(data, task), sorted(set(TASKS.values()))
     try:
-        sets = (*TASKS, *parts.module.DATA)
+        sets = (*TASKS, *lookup.module.DATA)
     except UserError as error:
         if task is None or task in names:
             raise

@@ -30,9 +30,9 @@ from zoo.training import UserError, adapter, checkpoint, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.console import command
 from zoo.training.lora import merged
-from zoo.training.parts import Parts
 from zoo.training.task import Task
-from zoo.training.use import locate, restored
+from zoo.training.task_lookup import TaskLookup
+from zoo.training.trained import locate, restored
 
 LAYOUTS = ("safetensors", "diffusers", "adapter")
 
@@ -81,9 +81,9 @@ def objective_of(path: Path) -> dict[str, Any]:
     with suppress(UserError):  # raised if `path` is not a run
         options = cfg.saved(locate(path)[0] / "config.yaml")
         objective = {key.removeprefix("objective."): v for key, v in options.items() if key.startswith("objective.")}
-        parts = Parts(str(options.get("data.name")), options.get("task"))
-        if parts.builtin is not None:  # the zoo's, which says what the model predicts
-            settings = parts.module.Objective(**objective)
+        lookup = TaskLookup(str(options.get("data.name")), options.get("task"))
+        if lookup.builtin is not None:  # the zoo's, which says what the model predicts
+            settings = lookup.module.Objective(**objective)
             objective |= {"prediction": settings.predicts} if hasattr(settings, "predicts") else {}
         return objective
     return {}

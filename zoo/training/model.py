@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import dsp
 from dsp.overlap import overlap_of
 from zoo.contract import check
-from zoo.training import UserError, initial, one_line, user_error
+from zoo.training import UserError, init_weights, one_line, user_error
 from zoo.training.lora import base_of, freeze
 from zoo.training.ranks import on_first_rank
 from zoo.training.task import Task
@@ -43,7 +43,7 @@ def without_weights(config: Config, task: Task) -> tuple[Any, Any, list[nn.Modul
         stages = compile_and_recompute(config, model)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, UserError):
-            user_error(initial.refuse_described, task)  # says what to write, if init.weights are of another model
+            user_error(init_weights.refuse_described, task)  # says what to write, if init.weights are of another model
         if isinstance(error, UserError) or not config.model.overrides:
             raise
         raise UserError(
@@ -176,7 +176,7 @@ def initialize(model: nn.Module, task: Task, device: torch.device, weights: torc
     model.to_empty(device=weights or device)
     torch.manual_seed(task.config.train.seed)
     built: list[nn.Module] = []
-    on_first_rank(lambda: built.append(initial.source(task)))
+    on_first_rank(lambda: built.append(init_weights.source(task)))
     source = built[0] if built else None
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     kinds = {name: value.dtype for name, value in model.state_dict().items()}

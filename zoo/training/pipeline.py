@@ -24,13 +24,13 @@ import dsp
 from zoo.data.video_folder import read_frames
 from zoo.pictures import need_av
 from zoo.training import UserError, adapter, ranks, user_error
+from zoo.training.outputs.clips import decode
+from zoo.training.outputs.options import checked
+from zoo.training.outputs.video import FORMATS, Stopwatch, write
 from zoo.training.ranks import on_first_rank
-from zoo.training.show.clips import decode
-from zoo.training.show.options import checked
-from zoo.training.show.video import FORMATS, Stopwatch, write
-from zoo.training.together import together
+from zoo.training.shared_codec import shared_codec
 from zoo.training.tracking import number_of
-from zoo.training.use import log_written, namespace, progress, wire_option
+from zoo.training.trained import log_written, namespace, progress, wire_option
 from zoo.video import families
 from zoo.video.codec import Autoencoder
 from zoo.video.encoders import PooledEncoder, TextEncoder
@@ -135,7 +135,7 @@ class Pipeline:
                     file = Path(image)
                     image = on_first_rank(lambda: user_error(read_frames, file, *pixels[1:], most=1)[:, 0])
                 self.codec.module.to(self.device)
-                shared = together(self.codec) if self.codec.causal else self.codec
+                shared = shared_codec(self.codec) if self.codec.causal else self.codec
                 tokens = on_first_rank(lambda: user_error(self.published.image_tokens, image))
                 user_error(self.published.begin, prompt, n, image, tokens, pixels, shared)
                 self.codec.module.to("cpu")  # the transformer needs the memory

@@ -1,12 +1,12 @@
 """A task: a run's data and loss, its pictures, and the use of a trained model. The trainer itself knows none of these.
 
-A kind of data has two modules of one name, which `zoo.training.parts.TASKS` gives for each data set:
+A kind of data has two modules of one name, which `zoo.training.task_lookup.TASKS` gives for each data set:
 
     tasks/    `Task`, and the sections of the configuration that only it has: `DATA` (data.name -> dataclass),
               `Objective`, and `Eval` and `Sample`, which have `every`, in steps
-    show/     `Show`, and `Infer` for infer.py
+    outputs/  `Show`, and `Infer` for infer.py
 
-A task from outside is one module, in which only `Task` is required: see `zoo.training.parts`.
+A task from outside is one module, in which only `Task` is required: see `zoo.training.task_lookup`.
 """
 
 from abc import ABC, abstractmethod
@@ -72,8 +72,8 @@ class Module(Protocol):
     Task: Annotated[type, "a subclass of zoo.training.task.Task"]
 
 
-class Shown(Protocol):
-    """A file of zoo/training/show."""
+class Outputs(Protocol):
+    """A file of zoo/training/outputs."""
 
     Show: Annotated[type, "a subclass of zoo.training.task.Show"]
     Infer: Annotated[type, "a subclass of zoo.training.task.Infer"]

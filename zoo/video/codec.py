@@ -92,7 +92,7 @@ class Autoencoder:
         self._files = files
         self.encoding: nn.Module = Encoding(module)
         self.decoding: nn.Module = Decoding(module)
-        self.shared: dict[Any, Autoencoder] = {}  # for each group of ranks, a parallel copy (zoo/training/together.py)
+        self.shared: dict[Any, Autoencoder] = {}  # a parallel copy by group of ranks: zoo/training/shared_codec.py
 
     @classmethod
     def load(

@@ -28,7 +28,7 @@ from zoo.data.video_folder import VideoError, read
 from zoo.training import UserError, ranks, user_error
 from zoo.training.console import Console
 from zoo.training.loader import ahead
-from zoo.training.together import together
+from zoo.training.shared_codec import shared_codec
 from zoo.training.tracking import duration
 from zoo.video.clips import Bucket, ClipError, Source, enlarged, sources
 from zoo.video.codec import Autoencoder, CodecError
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     options.together &= vae.causal and dist.get_world_size() > 1
     mine = todo if options.together else todo[dist.get_rank() :: dist.get_world_size()]
     if options.together:
-        vae = together(vae)
+        vae = shared_codec(vae)
     broken: list[str] = []
     with ranks.StopSignal() as stop:
         try:

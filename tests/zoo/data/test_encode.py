@@ -21,8 +21,8 @@ from zoo.data.latents import Latents
 from zoo.data.shapes import MovingShapes
 from zoo.data.video_folder import Video, VideoError, VideoFolder, probe, read
 from zoo.pictures import to_pixels
-from zoo.training.show import clips as show
-from zoo.training.together import together
+from zoo.training.outputs import clips as show
+from zoo.training.shared_codec import shared_codec
 from zoo.video import encode, example_clips, tiny_encoders
 from zoo.video.clips import Bucket, ClipError, captions, choose, cut, enlarged
 from zoo.video.codec import Autoencoder
@@ -136,7 +136,7 @@ def clipped(mesh, path: Path, latent: torch.Tensor, expect: torch.Tensor, tile: 
     assert (pixels is None) == bool(mesh.get_local_rank())
     if pixels is not None:
         assert (pixels[0].int() - to_pixels(expect).int()).abs().max() <= 1  # a level of 256
-    assert together(codec, mesh.get_group()) is together(codec, mesh.get_group())  # planned once
+    assert shared_codec(codec, mesh.get_group()) is shared_codec(codec, mesh.get_group())  # planned once
 
 
 @pytest.mark.parametrize("n", [long(2), slow(3)])

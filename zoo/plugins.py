@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 
-def outside(name: str, group: str) -> Any:
+def load_plugin(name: str, group: str) -> Any:
     """The object that a name stands for: ``package.module:Class``, ``package.module``, or an entry point of `group`.
 
     Modules are looked for among the installed packages, then in the current folder. Raises ValueError where there is

@@ -13,10 +13,10 @@ from zoo.data.latent_folder import LatentFolder, padded
 from zoo.data.sampling import order
 from zoo.data.video_folder import read_frames
 from zoo.training import UserError, user_error
+from zoo.training.outputs import video
+from zoo.training.outputs.clips import Clips
+from zoo.training.outputs.video import Pairs, requested_size
 from zoo.training.ranks import on_first_rank
-from zoo.training.show import video
-from zoo.training.show.clips import Clips
-from zoo.training.show.video import Pairs, requested_size
 from zoo.training.tasks.latents import Task, clip_sizes
 from zoo.video.codec import Autoencoder, CodecError
 from zoo.video.encoders import ImageEncoder, PooledEncoder, TextEncoder

@@ -11,7 +11,7 @@ from zoo.protein.coevolution import Coevolution, direct_couplings, memory_of_cou
 from zoo.protein.metrics import contact_precision
 from zoo.protein.picture import write_scores
 from zoo.training import UserError, user_error
-from zoo.training.show.predicted import contact_map, log_mean, table, truth, write_files
+from zoo.training.outputs.predicted import contact_map, log_mean, table, truth, write_files
 
 
 def arguments(parser: ArgumentParser) -> None:

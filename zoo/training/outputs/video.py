@@ -22,8 +22,8 @@ from zoo.data.sampling import hash_seed, order
 from zoo.data.video_folder import read_frames
 from zoo.pictures import GREY, need_av, save_gif, save_mp4
 from zoo.training import UserError, task, user_error
+from zoo.training.outputs.clips import Clips, Pixels, decode
 from zoo.training.ranks import on_first_rank
-from zoo.training.show.clips import Clips, Pixels, decode
 from zoo.training.task import Baseline
 from zoo.training.tasks.video import Task
 from zoo.video.encoders import encode_start

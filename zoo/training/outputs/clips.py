@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zoo.pictures import to_pixels
+from zoo.training.shared_codec import shared_codec
 from zoo.training.task import share
-from zoo.training.together import together
 from zoo.video.codec import TILE
 
 
@@ -64,7 +64,7 @@ def decode(
     if codec.causal:
         whole = torch.empty(n, 3, frames, height, width, dtype=torch.uint8) if rank == 0 else None
         if size > 1 and (tile is None or max(height, width) > tile):
-            shared = together(codec, group)
+            shared = shared_codec(codec, group)
             for i in range(n):
                 pixels = to_pixels(shared.decode(latents[i], tile=tile and int(tile * size**0.5)))
                 if whole is not None:

@@ -14,9 +14,9 @@ from zoo.protein import esm2, esm2_weights
 from zoo.protein.metrics import contact_precision
 from zoo.protein.picture import write_probabilities
 from zoo.training import ranks
+from zoo.training.outputs import folder
+from zoo.training.outputs.predicted import contact_map, table, truth, write_files
 from zoo.training.ranks import on_first_rank
-from zoo.training.show import folder
-from zoo.training.show.predicted import contact_map, table, truth, write_files
 
 TRAINED = 1024  # residues of the longest crops in training
 

@@ -10,7 +10,7 @@ import dsp
 from zoo.video.codec import Autoencoder, Decoding, Encoding
 
 
-def together(codec: Autoencoder, group: dist.ProcessGroup | None = None) -> Autoencoder:
+def shared_codec(codec: Autoencoder, group: dist.ProcessGroup | None = None) -> Autoencoder:
     """A video autoencoder whose `encode` and `decode` all ranks of a group (None: of the run) call with the same clip.
 
     Each holds 1/N of every tensor, and the neighbouring rows that its convolutions read. The result is full on every

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import dsp
 from zoo.data.protein.record import Protein
 from zoo.training import UserError, ranks, user_error
+from zoo.training.outputs.options import checked
+from zoo.training.outputs.predicted import log_mean
 from zoo.training.ranks import on_first_rank
-from zoo.training.show.options import checked
-from zoo.training.show.predicted import log_mean
 from zoo.training.tracking import number_of
-from zoo.training.use import log_written, progress, wire_option
+from zoo.training.trained import log_written, progress, wire_option
 
 __all__ = ["Published", "command"]
 

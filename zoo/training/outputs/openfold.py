@@ -16,9 +16,9 @@ from zoo.data.protein.record import Protein
 from zoo.protein import monomer_weights
 from zoo.protein.atoms import backbone
 from zoo.protein.prediction import Predictor
+from zoo.training.outputs import folder
+from zoo.training.outputs.predicted import Predicted, bonded, described, table, write
 from zoo.training.ranks import log0, on_first_rank
-from zoo.training.show import folder
-from zoo.training.show.predicted import Predicted, bonded, described, table, write
 
 ROWS, EXTRA, RECYCLES = 512, 1024, 3  # as in OpenFold's own predictions
 

@@ -1,6 +1,6 @@
-"""Parts of a run by name: the task that trains on a data set, the module that shows it, and the data set's options.
+"""The parts of a run by name: the task that trains on a data set, the module that shows it, and the data set's options.
 
-The trainer's own tasks are modules of zoo.training.tasks and zoo.training.show; a task from outside is one module,
+The trainer's own tasks are modules of zoo.training.tasks and zoo.training.outputs; a task from outside is one module,
 which the configuration names (`task=package.module`).
 """
 
@@ -10,12 +10,12 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from zoo.outside import outside
+from zoo.plugins import load_plugin
 from zoo.training import UserError, complete, task, user_error
 from zoo.training.sections import option
-from zoo.training.task import Module, Shown
+from zoo.training.task import Module, Outputs
 
-TASKS = {  # data.name -> the module of the task that trains on it, in zoo.training.tasks and show
+TASKS = {  # data.name -> the module of the task that trains on it, in zoo.training.tasks and outputs
     "digit_images": "image",
     "digits": "video",
     "latent_folder": "latents",
@@ -34,7 +34,7 @@ OPTIONAL = {
 
 
 @dataclass(frozen=True)
-class Parts:
+class TaskLookup:
     """The parts that `data.name` and `task` name (task None: that of `TASKS` for the data, else video)."""
 
     data: str
@@ -50,7 +50,7 @@ class Parts:
     def module(self) -> Any:
         """The module of the task; zoo/training/task.py says what it holds."""
         if self.builtin is None:
-            there = user_error(outside, self.task, "zoo.tasks", prefix="task: ")
+            there = user_error(load_plugin, self.task, "zoo.tasks", prefix="task: ")
             members: Any = SimpleNamespace(**{**OPTIONAL, **vars(there)})
             complete(members, Module, f"task={self.task}")
             return members
@@ -61,11 +61,11 @@ class Parts:
         return members
 
     @cached_property
-    def shown(self) -> Any:
+    def outputs(self) -> Any:
         """The module with `Show` and `Infer`; of a task from outside the task's own module."""
         if self.builtin is not None:
-            module = importlib.import_module(f"zoo.training.show.{self.builtin}")
-            complete(module, Shown, f"zoo/training/show/{self.builtin}.py")
+            module = importlib.import_module(f"zoo.training.outputs.{self.builtin}")
+            complete(module, Outputs, f"zoo/training/outputs/{self.builtin}.py")
             return module
         return self.module
 
@@ -77,7 +77,7 @@ class Parts:
         if self.data in TASKS:
             where = f"zoo/training/tasks/{self.builtin}.py" if self.builtin else f"task={self.task}"
             raise UserError(f"data.name={self.data}: {where} has no entry of that name in its DATA")
-        kind = user_error(outside, self.data, "zoo.data", prefix="data.name: ")
+        kind = user_error(load_plugin, self.data, "zoo.data", prefix="data.name: ")
         if not (isinstance(kind, type) and is_dataclass(kind)):
             raise UserError(f"data.name={self.data} is not a dataclass; expected options with a method datasets(seed)")
         if all(f.name != "name" for f in fields(kind)):

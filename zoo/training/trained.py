@@ -80,7 +80,7 @@ def load_model(
 
 
 def log_written(files: Sequence[Path], before: Collection[Path]) -> None:
-    """Say of each file that it was written, or that it replaced one that was there before; of many, how many."""
+    """Log each file as written, or as replacing one that was there before; of many, how many."""
     if len(files) > NAMED:
         replacing = sum(path in before for path in files)
         replaced = f", of which {replacing} replaced one" if replacing else ""

@@ -18,8 +18,8 @@ from zoo.protein.metrics import average, contact_precision, masked_accuracy
 from zoo.protein.objective import Frequencies
 from zoo.protein.picture import save_contact_maps
 from zoo.training import UserError, task, user_error
+from zoo.training.outputs.predicted import Predicted, bonded, described, log_mean, table, truth, write
 from zoo.training.ranks import log0, on_first_rank
-from zoo.training.show.predicted import Predicted, bonded, described, log_mean, table, truth, write
 from zoo.training.task import Baseline
 from zoo.training.tasks.protein import Task
 from zoo.training.tracking import ascii_key
