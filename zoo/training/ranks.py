@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from zoo.data.file_records import FileRecords
 from zoo.files import MAX_BYTES, read_bytes
 from zoo.training import UserError, environment, user_error
-from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen, of_project, speak, wait_for_port
+from zoo.training.watch import HOME, PATIENCE, Progress, Watch, connect, listen, of_project, print_error, wait_for_port
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ def report(error: Exception, watch: Watch | None, progress: Progress) -> None:
         if watch:
             watch.report(text, status_of(error), shared=shared)
         else:
-            speak(f"error: {text}")
+            print_error(f"error: {text}")
     error.printed = True  # type: ignore[attr-defined]
 
 
@@ -258,7 +258,7 @@ def report_uncaught(error: Exception) -> int:
         first, rank = environment.first_rank(), os.environ.get("RANK")
         if not first and not getattr(error, "alone", False):
             time.sleep(PATIENCE)
-        speak(f"error: {error}" if first else f"error on rank {rank}: {error}")
+        print_error(f"error: {error}" if first else f"error on rank {rank}: {error}")
     return status_of(error)
 
 

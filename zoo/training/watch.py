@@ -150,7 +150,7 @@ class Watch:
         """Stop watching and say goodbye: from now on this rank may end."""
         self.closing.set()
         self.thread.join(5)
-        self._say(bye=True)
+        self._send_all(bye=True)
         self._forget()
 
     def report(self, text: str, status: int, *, shared: bool = False) -> None:
@@ -163,7 +163,7 @@ class Watch:
             self._end(f"error: {text}" if shared or not self.peers else f"error on rank 0: {text}", status)
         elif not (shared and self.known.wait(PATIENCE)):  # by then rank 0 has found the same error
             line = f"error on rank {self.rank}: {text}"
-            self._say(error=line, status=status)
+            self._send_all(error=line, status=status)
             if not self.known.wait(2 * PATIENCE):
                 self._end(line, status)
 
@@ -172,7 +172,7 @@ class Watch:
         self.mine.set()
         return self.known.wait(seconds)
 
-    def _say(self, **message: Any) -> None:
+    def _send_all(self, **message: Any) -> None:
         for peer in self.peers:
             with suppress(OSError):  # which reading notices
                 send(peer, **message)
@@ -185,9 +185,9 @@ class Watch:
             self.fault = line, status, hang
         if not heard:
             if self.rank <= 1 or self.mine.is_set() or os.environ.get("LOCAL_RANK") == "0":  # rank 1's host may be gone
-                speak(line)
+                print_error(line)
                 self._log(line)
-            self._say(fault=self.fault)
+            self._send_all(fault=self.fault)
         self.known.set()
 
     def _log(self, line: str) -> None:
@@ -205,7 +205,7 @@ class Watch:
             if now - beaten >= BEAT / 2:
                 beaten, beat = now, (self.progress.count, *self.progress.where())
                 self.me.note(now, *beat)
-                self._say(beat=beat)
+                self._send_all(beat=beat)
                 self.clock(len(self.peers) * (STUCK + BEAT))  # sending to stopped ranks takes a while
             ends: dict[Any, Peer] = {peer.end: peer for peer in self.peers if peer.end and not peer.left}
             for end in wait(list(ends), min(BEAT, self.timeout) / 4):
@@ -291,7 +291,7 @@ def of_project(file: str) -> bool:
     return name.parts[0] in SOURCES and name.name not in ("watch.py", "ranks.py")
 
 
-def speak(line: str) -> None:
+def print_error(line: str) -> None:
     """Print a line to stderr, if that is still open."""
     with suppress(OSError, ValueError):
         print(printable(line) + "\n", end="", file=sys.stderr, flush=True)  # in one write: ranks may print together
