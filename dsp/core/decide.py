@@ -94,13 +94,9 @@ class Versions:
     def values(self, names: dict[Base, str], n: int) -> Iterator[Value]:
         """The values as the planner reads them."""
         for i, v in enumerate(self.bases):
-            home = home_of(v) if i < len(self.latest) else ()
+            cuts = v.cuts if None in v.arrival else ()  # a replicated input may arrive in each of them, too
+            home = (*v.arrival, *cuts) if i < len(self.latest) else ()
             yield replace(as_value(names[v], v, n), fixed=i in self.fixed, home=home)
-
-
-def home_of(v: Base) -> tuple[Layout, ...]:
-    """The layouts in which a base may arrive: of a replicated input, each of its cuts, too."""
-    return (*v.arrival, *v.cuts) if None in v.arrival else v.arrival
 
 
 def written_bases(node: Node) -> list[Base]:

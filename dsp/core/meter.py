@@ -18,7 +18,7 @@ from dsp.core.torch_calls import Operand
 from dsp.support.private import (
     FakeTensor,
     OpOverload,
-    TorchDispatchMode,
+    UncompiledMode,
     base_of,
     checkpoint_frame,
     checkpoint_frames,
@@ -80,7 +80,7 @@ def facts(func: OpOverload) -> OpTraits:
     )
 
 
-class NodeMeter(TorchDispatchMode):
+class NodeMeter(UncompiledMode):
     """Observes the nodes of a forward while it is recorded: here, which of them draw random numbers, and of which data
     may say the sizes of results.
 

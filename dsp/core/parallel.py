@@ -46,7 +46,7 @@ from dsp.support.private import (
     pytree,
     uncompiled,
 )
-from dsp.support.python_state import Path, refuse_leaves, unpicklable
+from dsp.support.python_state import Path, refuse_leaves, uncollected, unpicklable
 from dsp.support.tensors import map_tensors, tensors_in
 
 log = logging.getLogger("dsp")
@@ -289,6 +289,7 @@ class Parallel:
         self.records[key] = new
         return new
 
+    @uncollected()
     def plan(self, args: Any, kwargs: Any) -> tuple[Record, list[Path]]:
         """A planned record, and the paths of what it leaves; of a forward that reads its data an empty one, which grows
         as it runs."""

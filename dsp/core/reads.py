@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from dsp.core.torch_calls import replaced, tensor_args
 from dsp.support.private import FakeTensor, OpOverload, pytree, schema_of
 from dsp.support.tensors import ByTensor, Memory, memory
 
@@ -53,10 +54,14 @@ class Reads:
             marked = [a.alias_info is not None and a.alias_info.is_write for a in schema_of(func).arguments]
             self.written |= {memory(t) for t, write in zip(args, marked) if write and isinstance(t, Tensor)}
             return
-        args, kwargs = pytree.tree_map_only(Tensor, self.source, (args, kwargs))
-        for place, t in enumerate(pytree.tree_leaves(out)):
+        args, kwargs = self.sources(args, kwargs)
+        for place, t in enumerate([out] if isinstance(out, Tensor) else pytree.tree_leaves(out)):
             if isinstance(t, FakeTensor):
                 self.origins[t] = Origin(func, args, kwargs, place)
+
+    def sources(self, args: Any, kwargs: Any) -> Any:
+        """Arguments with sources in the place of tensors."""
+        return replaced(args, kwargs, map(self.source, tensor_args(args, kwargs)))
 
     def source(self, t: Tensor) -> Any:
         """The tensor with data, or the call that makes it."""
@@ -67,7 +72,7 @@ class Reads:
 
     def result(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """The result of a call that reads numbers. Raises `Unread` if they are not those of inputs or parameters."""
-        args, kwargs = pytree.tree_map_only(Tensor, self.source, (args, kwargs))
+        args, kwargs = self.sources(args, kwargs)
         with torch.no_grad():
             return self.computed(Origin(func, args, kwargs, 0), {}, whole=True)
 

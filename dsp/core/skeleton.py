@@ -21,6 +21,7 @@ from dsp.support.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    UncompiledMode,
     children_of,
     forget_fakes,
     fsdp_precision,
@@ -35,7 +36,7 @@ KEPT = (
 )
 
 
-class Fakes(FakeTensorMode):
+class Fakes(UncompiledMode, FakeTensorMode):
     """The fake tensors of one forward; once that is over, every operation on them raises."""
 
     over = False
@@ -53,9 +54,9 @@ class Fakes(FakeTensorMode):
         if func.namespace == "c10d" and self.collective is not None:
             self.collective(func.__name__.partition("_.")[0], args)
         if self.reads is None:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            return self.dispatch(func, types, args, kwargs or {})
         try:
-            out = super().__torch_dispatch__(func, types, args, kwargs or {})
+            out = self.dispatch(func, types, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self.answered(error, func, args, kwargs or {})
         self.reads.note(func, args, kwargs or {}, out)

@@ -26,7 +26,7 @@ from dsp.support.private import (
     CONTEXT,
     OpOverload,
     Recompute,
-    TorchDispatchMode,
+    UncompiledMode,
     _get_current_function_mode,
     _get_current_function_mode_stack,
     _pop_mode,
@@ -41,7 +41,6 @@ from dsp.support.private import (
     schema_of,
 )
 from dsp.support.source_lines import line_now
-from dsp.support.tensors import tensors_in
 
 
 class Watch(TorchFunctionMode):
@@ -188,7 +187,7 @@ REENTRANT = (
 COLLECTIVES = "torch.distributed.nn.functional"  # autograd.Functions whose backward communicates, too
 
 
-class SeenOnly(TorchDispatchMode):
+class SeenOnly(UncompiledMode):
     """Refuses an op that gets a carrier although no torch function did. It is on while a forward is recorded.
 
     error: the refusal, of which TorchScript makes an error of another kind; inside: a stage runs, which gets carriers
@@ -216,7 +215,7 @@ class SeenOnly(TorchDispatchMode):
         kwargs = kwargs or {}
         saved = func is torch.ops.aten.detach.default  # autograd detaches what it saves
         seen = self.inside or saved or func.namespace == "prim" or not functions_seen()
-        if not seen and any(isinstance(t, Carrier) for t in tensors_in((args, kwargs))):
+        if not seen and first_carrier((*args, *kwargs.values())) is not None:
             name = schema_of(func).name.partition("::")[2].strip("_")
             self.error = GlueError((OF_GROUP if func.namespace == "c10d" else UNSEEN).format(name=name))
             self.error.line = line_now()

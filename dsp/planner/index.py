@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from itertools import accumulate, chain, combinations, product
+from itertools import accumulate, chain, combinations
 from math import inf
 from typing import NamedTuple
 
@@ -53,18 +53,23 @@ class Shape:
         A move adds one copy, so the cheapest path to a set extends the cheapest path to a set with one copy less.
         """
         best: dict[Copies, tuple[int, Layout, Layout]] = {held: (0, None, None)}
+        places = [*enumerate(self.layouts)]
         for new in subsets([a for a in self.layouts if a not in held]):
-            for src, dst in product(self.layouts, self.layouts):
+            ways = []
+            for k, dst in ((k, a) for k, a in places if a in new):
                 had = held | new - {dst}
-                if src in had and dst in new:
-                    cost = best[had][0] + self.price[src, dst]
-                    if held | new not in best or cost < best[held | new][0]:
-                        best[held | new] = cost, src, dst
+                step, i = min((self.price[a, dst], i) for i, a in places if a in had)
+                ways.append((best[had][0] + step, i, k))
+            if ways:
+                cost, i, k = min(ways)  # the first of equal ones
+                best[held | new] = cost, self.layouts[i], self.layouts[k]
         return best
 
     def _spread(self, held: Copies, wanted: Copies) -> tuple[int, int, Copies]:
         """(cost, largest new copy, all copies) of the cheapest set of copies that contains the wanted ones."""
-        ways = ((way[0], self.most(goal - held), goal) for goal, way in self.reach(held).items() if wanted <= goal)
+        costs = {goal: cost for goal, (cost, *_) in self.reach(held).items() if wanted <= goal}
+        least = min(costs.values())
+        ways = ((least, self.most(goal - held), goal) for goal, cost in costs.items() if cost == least)
         return min(ways, key=lambda way: way[:2])
 
     def path(self, held: Copies, goal: Copies) -> list[tuple[Layout, Layout]]:

@@ -40,6 +40,7 @@ from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.stage import Stage, clean
 from dsp.support.formatting import Moving
 from dsp.support.private import wraps_compiled
+from dsp.support.python_state import uncollected
 from dsp.support.tensors import tensors_in
 
 WORTH = 0.03  # the share of a step that fewer bits have to save
@@ -124,6 +125,7 @@ def plan(
     return plan_stages(model, *stages_of(model, stages), args, dict(kwargs or {}), goal, advise=True)
 
 
+@uncollected()
 def plan_stages(
     model: nn.Module, stages: list[Stage], root: StagePattern | None, args: Any, kwargs: Any, goal: Goal,
     advise: bool = False,

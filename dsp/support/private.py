@@ -79,6 +79,15 @@ forward_level = attrgetter("_current_level")  # of torch.autograd.forward_ad: -1
 indices_of, values_of = Tensor._indices, Tensor._values  # of a sparse tensor, as stored
 
 
+class UncompiledMode(TorchDispatchMode):
+    """A dispatch mode under which nothing is compiled. torch need not keep its compiler out of each call, which takes
+    longer than the call."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def forget_fakes(most: int = 4096) -> None:
     """Empty torch's cache of ops on fake tensors if it has more than `most` entries (2 KiB each): torch never does."""
     if len(FakeTensorMode.cache) > most:
@@ -446,6 +455,7 @@ __all__ = [
     "StorageWeakRef",
     "TensorMeta",
     "TorchDispatchMode",
+    "UncompiledMode",
     "_BatchNorm",
     "_DropoutNd",
     "_StridedShard",

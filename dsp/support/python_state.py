@@ -15,7 +15,7 @@ import random
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
@@ -172,6 +172,19 @@ class World:
                 value = getattr(it, name, MISSING)
                 self.undo.append(functools.partial(reset, it, name, value))
                 yield value
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile, as in what makes many objects that stay: it would set off full collections,
+    and each goes over all objects of torch, for a third of a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def cached(it: Any) -> Iterator[Any]:
