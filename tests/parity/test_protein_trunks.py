@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from tests.support.parity import assert_step_equal
 from tests.support.shares import shares
+from tests.support.slow import long, slow
 
 pytest.importorskip("openfold3", reason="openfold3 is installed without its dependencies: see .ci/run")
 
@@ -141,13 +142,19 @@ def parity(mesh: DeviceMesh, kind: str, shapes: list[tuple[int, int]], gather: b
         assert_step_equal(single, model, mesh, inputs(kind, *shape, config), loss=loss_of)
 
 
-@pytest.mark.parametrize("kind", ["evoformer", "opm first", "trunk"])
-@pytest.mark.parametrize("mesh", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [
+        (3, "evoformer"), (2, "trunk"), slow(4, "opm first"),
+        *(long(n, kind) for n, kind in ((2, "evoformer"), (4, "evoformer"), (2, "opm first"), (3, "opm first"))),
+        *(long(n, "trunk") for n in (3, 4)),
+    ],
+)  # fmt: skip
 def test_outputs_and_every_gradient(mesh: DeviceMesh, kind: str) -> None:
     parity(mesh, kind, [(5, 7), (3, 6)], mesh.size() != 3, False)
 
 
-@pytest.mark.parametrize("kind", ["evoformer", "trunk"])
+@pytest.mark.parametrize("kind", ["evoformer", slow("trunk")])
 def test_under_the_trunks_own_checkpointing(mesh: DeviceMesh, kind: str) -> None:
     parity(mesh, kind, [(5, 7)], True, True)
 
@@ -162,7 +169,7 @@ def real_plan(config: dict[str, Any], blocks: int, s: int, r: int, n: int) -> ds
         return dsp.plan(model, kwargs=kwargs, size=n, stages=EVOFORMER, dtype=torch.bfloat16, gather_output=False)
 
 
-@pytest.mark.parametrize(("n", "s", "r"), [(2, 512, 768), (4, 128, 1024), (8, 512, 768), (16, 512, 2048)])
+@pytest.mark.parametrize(("n", "s", "r"), [(2, 512, 768), long(4, 128, 1024), (8, 512, 768), long(16, 512, 2048)])
 def test_no_block_sends_more_than_its_schedule(n: int, s: int, r: int) -> None:
     """AF2's block at full width, forward: FastFold's schedule, and the one that switches triangle channels."""
     fastfold = 2 * (n - 1) * (r * r * (272 * n + 512) + s * r * (32 * n + 512)) // n**2
@@ -177,7 +184,7 @@ def test_no_block_sends_more_than_its_schedule(n: int, s: int, r: int) -> None:
         assert block == channels
 
 
-@pytest.mark.parametrize("mesh", [2, 4])
+@pytest.mark.parametrize("mesh", [2, slow(4)])
 def test_pair_activations_are_shared_out(mesh: DeviceMesh) -> None:
     def parallelize(model: nn.Module) -> None:
         dsp.parallelize(model, mesh, EVOFORMER, gather_output=False)
@@ -189,7 +196,7 @@ def test_pair_activations_are_shared_out(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-@pytest.mark.parametrize("kind", ["evoformer", "opm first"])
+@pytest.mark.parametrize("kind", ["evoformer", slow("opm first")])
 def test_discover_finds_no_stage_that_costs_more_than_the_operations(kind: str) -> None:
     config = {**SMALL, "no_blocks": 1}
     model, stages = make(kind, config)

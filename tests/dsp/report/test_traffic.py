@@ -18,7 +18,7 @@ from dsp.report.traffic import PHASES, planned_transfers
 from dsp.support.tensors import tensors_in
 from tests.support.forwards import FORWARDS
 from tests.support.registry import CASES, recomputing
-from tests.support.slow import slow
+from tests.support.slow import long, slow
 from tools.fuzz.programs import build, float64, generate, inputs_of
 
 Sent = dict[str, Counter[str]]
@@ -54,12 +54,12 @@ def sends_as_planned(
 
 WRITES = {"InPlace", 28}  # they write in place into tensors that are moved, which is refused still
 OTHERS = {"axial"}  # its package is not installed everywhere
+RANKS_AND_GATHER = [(3, True), slow(2, False), long(3, False), long(2, True)]  # short and slow have each value once
 QUICK = ("Branches", "Folded", "transformer2d", "evoformer", "pairformer")
 
 
-@pytest.mark.parametrize("gather_output", [True, slow(False)])
 @pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("mesh", [slow(2), 3])
+@pytest.mark.parametrize(("mesh", "gather_output"), RANKS_AND_GATHER)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else slow(n) for n, case in CASES.items() if case.planned and n not in WRITES | OTHERS]
 )
@@ -80,8 +80,7 @@ def test_a_small_forward_sends_as_planned(mesh: DeviceMesh, name: str) -> None:
     sends_as_planned(make().double(), inputs, mesh, None)
 
 
-@pytest.mark.parametrize("gather_output", [True, slow(False)])
-@pytest.mark.parametrize("mesh", [slow(2), 3])
+@pytest.mark.parametrize(("mesh", "gather_output"), RANKS_AND_GATHER)
 @pytest.mark.parametrize("seed", [seed if seed < 10 else slow(seed) for seed in range(50) if seed not in WRITES])
 def test_a_random_program_sends_as_planned(mesh: DeviceMesh, seed: int, gather_output: bool) -> None:
     with float64():
