@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import ROOT
 from benchmarks.hosts import highest
-from zoo.data import video_folder
+from zoo.data import video_file
 from zoo.data.latent_folder import LatentFolder
 from zoo.data.latents import Entry, LatentError, Manifest, Writer, write_manifest
 from zoo.data.protein.alignment import read_alignment
@@ -27,7 +27,7 @@ from zoo.training import UserError, records, verify
 from zoo.training import config as cfg
 
 DEMO = ROOT / "configs/demo.yaml"
-REFUSED = (UserError, ValueError, verify.Damaged, LatentError, video_folder.VideoError)  # a reader's own errors
+REFUSED = (UserError, ValueError, verify.Damaged, LatentError, video_file.VideoError)  # a reader's own errors
 MOST = 2.0  # times the memory that a sound file takes
 FLOOR = 2 << 20  # bytes: below it are the reader's own imports and tables
 SIZE = 4 << 20  # bytes of most hostile files
@@ -137,10 +137,10 @@ def read_latents(path: Path) -> None:
 
 
 def read_video(path: Path) -> None:
-    video = video_folder.probe(path, verify=True)
+    video = video_file.probe(path, verify=True)
     if isinstance(video, str):
-        raise video_folder.VideoError(video)
-    video_folder.read(video, [0, len(video.times) - 1], 8, 8)
+        raise video_file.VideoError(video)
+    video_file.read(video, [0, len(video.times) - 1], 8, 8)
 
 
 def read_state(path: Path) -> None:

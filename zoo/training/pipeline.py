@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsp
-from zoo.data.video_folder import read_frames
+from zoo.data.video_file import read_frames
 from zoo.pictures import need_av
 from zoo.training import UserError, adapter, ranks, user_error
 from zoo.training.outputs.clips import decode

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from zoo.data.buckets import Bucket
 from zoo.data.progress import counted
-from zoo.data.video_folder import Video, files, probe, slack, source_frame
+from zoo.data.video_file import Video, probe, slack, source_frame
+from zoo.data.video_folder import files
 from zoo.files import parse_json, read_bytes
 
 __all__ = ["Bucket", "ClipError", "Source", "captions", "choose", "cut", "sources"]

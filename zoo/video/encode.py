@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from zoo.data.latents import Entry, Manifest, Writer, encoded, write_manifest
-from zoo.data.video_folder import VideoError, read
+from zoo.data.video_file import VideoError, read
 from zoo.training import UserError, ranks, user_error
 from zoo.training.console import Console
 from zoo.training.loader import ahead

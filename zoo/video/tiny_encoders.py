@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from zoo.data.sampling import generator
-from zoo.data.video_folder import VideoError, VideoFolder
+from zoo.data.video_file import VideoError
+from zoo.data.video_folder import VideoFolder
 from zoo.video.encoders import BEFORE, TEMPLATE, TEXT_ENCODERS
 from zoo.video.pretrained import CodecError, image_processor, library
 

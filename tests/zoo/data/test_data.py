@@ -16,11 +16,12 @@ from PIL import Image
 from torch import Tensor
 
 from tests.support.refusals import refused
-from zoo.data import progress, video_folder
+from zoo.data import progress, video_file
 from zoo.data.digits import MovingDigits, spell
 from zoo.data.sampling import batch_indices, frame_range, hash_seed, order
 from zoo.data.shapes import COLOURS, GROUND, NAMES, SHAPES, MovingShapes
-from zoo.data.video_folder import VideoError, VideoFolder, probe, read_frames, source_frame
+from zoo.data.video_file import VideoError, probe, read_frames, source_frame
+from zoo.data.video_folder import VideoFolder
 from zoo.pictures import save_gif
 from zoo.video.clips import Bucket, cut
 
@@ -293,14 +294,14 @@ def test_every_format_gives_the_frames_of_a_whole_decode(videos, tmp_path, name)
 def test_a_rank_decodes_only_what_it_needs(videos, tmp_path, name, monkeypatch):
     data = VideoFolder(alone(videos, name, tmp_path), frames=25, height=36, width=48)
     seen: list[int] = []
-    original = video_folder._timed
+    original = video_file._timed
 
     def counting(frames, timed):
         for time, frame in original(frames, timed):
             seen.append(time)
             yield time, frame
 
-    monkeypatch.setattr(video_folder, "_timed", counting)
+    monkeypatch.setattr(video_file, "_timed", counting)
     # from a keyframe every 8 frames, not from the beginning
     for held, least, most in ((range(20, 22), 2, 8), (range(2, 4), 4, 4), (range(9, 9), 0, 0)):
         seen.clear()
@@ -509,17 +510,17 @@ def test_unusable_frames_are_reported_by_the_scan(tmp_path, monkeypatch):
     """Sides that differ too much, more pixels than fit, a time stamp far behind the one before it."""
     save_gif(tmp_path / "narrow.gif", torch.rand(1, 3, 3, 2, 100) * 2 - 1)
     save_gif(tmp_path / "sound.gif", torch.rand(1, 3, 3, 8, 8) * 2 - 1)
-    narrow = video_folder.probe(tmp_path / "narrow.gif")
+    narrow = video_file.probe(tmp_path / "narrow.gif")
     assert "its sides differ by more than a factor of 20" in narrow
-    assert not isinstance(video_folder.probe(tmp_path / "sound.gif"), str)
+    assert not isinstance(video_file.probe(tmp_path / "sound.gif"), str)
     with monkeypatch.context() as patch:
-        patch.setattr(video_folder, "MOST_PIXELS", 50)
-        assert "pixels, and 50 is the most" in video_folder.probe(tmp_path / "sound.gif")
+        patch.setattr(video_file, "MOST_PIXELS", 50)
+        assert "pixels, and 50 is the most" in video_file.probe(tmp_path / "sound.gif")
     with monkeypatch.context() as patch:
-        patch.setattr(video_folder, "LONGEST_FRAME", 0.01)
-        assert "a broken time stamp" in video_folder.probe(tmp_path / "sound.gif")
-    with pytest.raises(video_folder.VideoError, match="too narrow for 4096 x 4096"):
-        video_folder.read_frames(tmp_path / "narrow.gif", 4096, 4096)
+        patch.setattr(video_file, "LONGEST_FRAME", 0.01)
+        assert "a broken time stamp" in video_file.probe(tmp_path / "sound.gif")
+    with pytest.raises(video_file.VideoError, match="too narrow for 4096 x 4096"):
+        video_file.read_frames(tmp_path / "narrow.gif", 4096, 4096)
 
 
 # Frames by their times, kept in ticks of the file: each once at its own rate, the nearest at others

@@ -19,7 +19,8 @@ from tests.support.refusals import refused
 from tests.support.slow import long, slow
 from zoo.data.latents import Latents
 from zoo.data.shapes import MovingShapes
-from zoo.data.video_folder import Video, VideoError, VideoFolder, probe, read
+from zoo.data.video_file import Video, VideoError, probe, read
+from zoo.data.video_folder import VideoFolder
 from zoo.pictures import to_pixels
 from zoo.training.outputs import clips as show
 from zoo.training.shared_codec import shared_codec

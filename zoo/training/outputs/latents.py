@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zoo.data.latent_folder import LatentFolder, padded
 from zoo.data.sampling import order
-from zoo.data.video_folder import read_frames
+from zoo.data.video_file import read_frames
 from zoo.training import UserError, user_error
 from zoo.training.outputs import video
 from zoo.training.outputs.clips import Clips

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zoo.data.sampling import hash_seed, order
-from zoo.data.video_folder import read_frames
+from zoo.data.video_file import read_frames
 from zoo.pictures import GREY, need_av, save_gif, save_mp4
 from zoo.training import UserError, task, user_error
 from zoo.training.outputs.clips import Clips, Pixels, decode
