@@ -21,7 +21,7 @@ from zoo.training import UserError, complete
 from zoo.training import config as cfg
 from zoo.training.model import without_weights
 from zoo.training.outputs.video import Show
-from zoo.training.tasks.video import Lookups
+from zoo.training.tasks.conditions import Lookups
 
 BLOCKS = [block for name in ("adding", "adding-data") for block in blocks(ROOT / f"docs/{name}.md")]
 MODEL, DATA, TASK = (block.text for block in BLOCKS if block.language == "python")

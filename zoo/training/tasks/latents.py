@@ -25,9 +25,9 @@ from zoo.training import UserError, task, user_error
 from zoo.training.ranks import on_first_rank
 from zoo.training.sections import option
 from zoo.training.task import Inputs
-from zoo.training.tasks import video
-from zoo.training.tasks.video import Judged as Eval
-from zoo.training.tasks.video import Objective
+from zoo.training.tasks import video, video_options
+from zoo.training.tasks.video_options import Judged as Eval
+from zoo.training.tasks.video_options import Objective
 
 __all__ = ["DATA", "Eval", "Latents", "Objective", "Sample", "Task"]
 
@@ -66,7 +66,7 @@ DATA: dict[str, type] = {"latent_folder": Latents}
 
 
 @dataclass
-class Sample(video.Sample):
+class Sample(video_options.Sample):
     vae: str | None = option(
         None, "folder of the autoencoder that decodes samples; null: the one in the manifest", file=True
     )

@@ -4,219 +4,30 @@ Every batch is a pure function of the step, and a rank asks only for the frames 
 c channels, t frames, h w height and width.
 """
 
-# ruff: noqa: RUF009 (`option` makes a dataclasses.field)
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import ceil, prod
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from zoo.contract import SIZES, Conditions, first_of, sizes_of
-from zoo.data import video_folder
-from zoo.data.digits import LETTERS, MovingDigits, spell
-from zoo.data.mix import MixedClips, shares_of
+from zoo.data.digits import spell
 from zoo.data.sampling import VideoDataset, hash_seed, order
-from zoo.data.shapes import NAMES, MovingShapes
 from zoo.training import UserError, complete, task, user_error
 from zoo.training.ranks import on_first_rank
-from zoo.training.sections import option
 from zoo.training.task import Inputs
+from zoo.training.tasks.conditions import refuse_lacking, refuse_short_table
+from zoo.training.tasks.video_options import DATA, PREDICTIONS, Data, Eval, Objective, Sample
 from zoo.video.clean_frames import noised_frames
 from zoo.video.diffusion import IDDPM, RectifiedFlow
 from zoo.video.noise import seeded_noise, seeded_uniform, shift_at
 from zoo.video.sampling import ddim, euler
 
+__all__ = ["DATA", "Data", "Eval", "Objective", "Sample", "Task"]
+
 _VALIDATION = hash_seed("validation")
-
-
-@dataclass
-class Digits:
-    channels: ClassVar[int] = 1
-    classes: ClassVar[int | None] = 10
-    caption_channels: ClassVar[int] = LETTERS
-    fps: ClassVar[float] = 8
-    name: str = option("digits", "moving handwritten digits, made from real digit images")
-    frames: int = option(8, "frames a clip", least=1)
-    height: int = option(16, "rows of pixels", least=1)
-    width: int = option(16, "columns of pixels", least=1)
-    digit: float = option(12.0, "side of the digit, in pixels")
-    speed: list[float] = option([0.5, 1.5], "slowest and fastest motion, in pixels a frame", length=2)
-
-    def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
-        size, speed = (self.height, self.width), (self.speed[0], self.speed[1])
-        drawn: dict[str, Any] = {"frames": self.frames, "size": size, "digit": self.digit, "speed": speed}
-        return MovingDigits("train", seed=seed, **drawn), MovingDigits("validation", seed=0, **drawn)
-
-
-@dataclass
-class Shapes:
-    channels: ClassVar[int] = 3
-    classes: ClassVar[int | None] = MovingShapes.num_classes
-    names: ClassVar[tuple[str, ...]] = NAMES
-    caption_channels: ClassVar[int] = 0
-    fps: ClassVar[float] = 8
-    name: str = option("shapes", "moving shapes in colour, drawn by formula; a class for each shape and colour")
-    clips: int = option(4096, "clips in an epoch", least=1)
-    frames: int = option(8, "frames a clip", least=1)
-    height: int = option(64, "rows of pixels", least=1)
-    width: int = option(64, "columns of pixels", least=1)
-    radius: list[float] = option([10.0, 15.0], "smallest and largest shape, in pixels", length=2)
-    speed: list[float] = option([1.0, 4.0], "slowest and fastest motion, in pixels a frame", length=2)
-    tilt: float = option(1.0, "how far shapes are turned, and spin: 1 any way, 0 upright", least=0, most=1)
-
-    def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
-        ranges = {"radius": (self.radius[0], self.radius[1]), "speed": (self.speed[0], self.speed[1])}
-        size = (self.height, self.width)
-        drawn: dict[str, Any] = {"frames": self.frames, "size": size, "tilt": self.tilt, **ranges}
-        train = MovingShapes("train", count=self.clips, seed=seed, **drawn)
-        return train, MovingShapes("validation", count=min(512, self.clips), **drawn)
-
-
-@dataclass
-class VideoFolder:
-    channels: ClassVar[int] = 3
-    classes: ClassVar[int | None] = None
-    caption_channels: ClassVar[int] = 0
-    name: str = option("video_folder", "mp4, webm and GIF files under one folder")
-    path: str | None = option(None, "the folder; required, or mix", file=True)
-    mix: dict[str, float] = option(
-        {}, "several folders with their shares of the samples, in place of path: {mine: 0.7, others: 0.3}", file=True
-    )
-    frames: int = option(16, "frames a clip", least=1)
-    height: int = option(256, "rows of pixels", least=1)
-    width: int = option(256, "columns of pixels", least=1)
-    stride: int = option(1, "take every n-th frame of a video", least=1)
-    fps: float | None = option(None, "or take frames at this rate; null: the video's own", least=0)
-    validation: float = option(0.05, "share of the videos held out for validation", least=0, most=1)
-    verify: bool = option(False, "decode every file once at the start, to find and skip damaged ones")
-
-    def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
-        how: dict[str, Any] = {"frames": self.frames, "stride": self.stride, "fps": self.fps, "verify": self.verify}
-        how |= {"height": self.height, "width": self.width, "seed": seed}
-        shares = shares_of(self.path, self.mix)
-        parts = [video_folder.VideoFolder(path, **how).split(self.validation) for path in shares]
-        if len(parts) == 1:
-            return parts[0]
-        train, held_out = zip(*parts)
-        return MixedClips(train, list(shares.values())), MixedClips(held_out)
-
-
-class Data(task.Data, Protocol):
-    """A section of the configuration that names a data set of clips."""
-
-    frames: Annotated[int, "frames a clip, an option"]
-    height: Annotated[int, "rows of pixels, an option"]
-    width: Annotated[int, "columns of pixels, an option"]
-    fps: Annotated[float | int | None, "frames a second, of the clips as they are shown; None where that is not known"]
-    channels: Annotated[int, "channels of a pixel"]
-    classes: Annotated[int | None, "how many classes there are; None for none"]
-    caption_channels: Annotated[int, "channels of a caption's embedding; 0 for none"]
-
-    def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
-        """A method (seed) that returns the data set to train on and the one to validate with."""
-
-
-DATA: dict[str, type] = {"digits": Digits, "shapes": Shapes, "video_folder": VideoFolder}
-
-
-PREDICTIONS = {"rectified_flow": ("velocity", "clean"), "iddpm": ("noise", "velocity")}  # the default first
-
-
-@dataclass
-class Objective:
-    name: str = option("rectified_flow", "loss", choices=("rectified_flow", "iddpm"))
-    levels: str = option(
-        "logit_normal", "rectified_flow: distribution of noise levels", choices=("logit_normal", "uniform")
-    )
-    loc: float = option(0.0, "logit_normal: mean of a level's logit; above 0 means more noise")
-    scale: float = option(1.0, "logit_normal: standard deviation of a level's logit", least=0)
-    shift: float = option(
-        1.0,
-        "rectified_flow: shift s of levels, u to s u / (1 + (s - 1) u), in sampling too (SD3 3, Wan 3 to 5)",
-        least=0,
-    )
-    shift_cells: int | None = option(
-        None,
-        "number of cells, t h w, for which shift holds; others scale by the root (Open-Sora 1.2: 4096); null: for all",
-        least=1,
-    )
-    range: list[float] = option(
-        [0.0, 1.0],
-        "rectified_flow: least and greatest noise level, in training (Wan 2.2's experts: [0.875, 1] and [0, 0.875])",
-        length=2,
-    )
-    prediction: str | None = option(
-        None,
-        "the model's output. rectified_flow: velocity, or clean, the clip itself, for large patches of pixels; iddpm: "
-        "noise or velocity; null: the first of these",
-        choices=("velocity", "clean", "noise"),
-    )
-    min_snr: float | None = option(None, "iddpm: min-SNR weight of errors (published: 5); null: no weights", least=0)
-    label_dropout: float = option(
-        0.1, "share of samples trained without class or caption, for guidance", least=0, most=1
-    )
-    guidance: float = option(1.0, "strength of guidance that a model takes as an input (hunyuan)", least=0)
-    first_frame: float = option(
-        0.0, "share of samples with a clean first frame (stdit 2, 3; wan ti2v)", least=0, most=1
-    )
-    random_frames: float = option(
-        0.0, "share of samples with clean frames at random, all but one at most", least=0, most=1
-    )
-
-    @property
-    def predicts(self) -> str:
-        """The model's output: `prediction`, or the default of this objective."""
-        return self.prediction or PREDICTIONS[self.name][0]
-
-
-@dataclass
-class Judged:
-    every: int = option(500, "steps between validations; 0 for none", least=0)
-    clips: int = option(16, "validation samples, the same at every validation", least=1)
-    levels: int = option(8, "fixed noise levels at which each sample is scored", least=1)
-
-
-@dataclass
-class Eval(Judged):
-    linear_baseline: bool = option(False, "also report the best linear denoiser as a baseline (small clips only)")
-
-
-@dataclass
-class Sample:
-    every: int = option(0, "steps between sampled clips; 0 for none", least=0)
-    clips: int = option(4, "clips to sample, always from the same noise, each shown under a real one", least=1)
-    steps: int = option(25, "sampling steps a clip", least=1, most=1000)
-    guidance: float = option(1.0, "classifier-free guidance; 1 for none", least=0)
-    metrics: bool = option(
-        False, "compare samples with real clips: statistics, and classes by a linear classifier of pixels"
-    )
-    features: str | None = option(
-        None, "with metrics: folder of a published VideoMAE, for its Fréchet distance", file=True
-    )
-
-
-class Lookups(TorchFunctionMode):
-    """Records the tables in which a forward looks labels up, by their number of rows."""
-
-    def __init__(self, label: Tensor) -> None:
-        super().__init__()
-        self.labels, self.rows = [label], list[int]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if any(x is label for x in args for label in self.labels):
-            table = args[func is F.embedding] if func in (F.embedding, Tensor.__getitem__) else None
-            if table is not None and all(table is not label for label in self.labels):
-                self.rows.append(table.shape[0])
-            elif isinstance(out, Tensor) and out.dtype == self.labels[0].dtype:  # a view or a copy of the labels
-                self.labels.append(out)
-        return out
 
 
 class Task(task.Task):
@@ -279,7 +90,8 @@ class Task(task.Task):
             )
         if wants.classes is not None:
             with torch.device("meta"):
-                self.refuse_short_table(model, model.example_inputs(1, frames=1, height=height, width=width))
+                inputs = model.example_inputs(1, frames=1, height=height, width=width)
+                refuse_short_table(self.config, model, inputs, wants.classes)
         self.refuse_unused()
         low, high = self.config.objective.range
         if not 0 <= low < high <= 1:
@@ -301,24 +113,6 @@ class Task(task.Task):
         self.patch = getattr(model.config, "patch", (1, 1, 1))
         self.tokens = self.tokens_of(self.clip)
         return model
-
-    def refuse_short_table(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-        """Raise UserError if the model looks labels up in too short a table. On meta tensors a lookup never raises."""
-        if any(p.device.type != "meta" for p in model.parameters()):
-            return
-        objective, sample = self.config.objective, self.config.sample
-        none = objective.label_dropout > 0 or sample.guidance != 1  # whether `num_classes`, for no class, is a label
-        with torch.no_grad(), Lookups(inputs["label"]) as lookups, suppress(Exception):
-            model(**inputs)  # a forward that fails without data is planned, and refused, by a real run
-        if lookups.rows and min(lookups.rows) < self.num_classes + none:
-            last = (
-                f"; label {self.num_classes} stands for no class (objective.label_dropout={objective.label_dropout:g}, "
-                f"sample.guidance={sample.guidance:g})"
-            )
-            raise UserError(
-                f"model {self.config.model.name} looks labels up in a table of {min(lookups.rows)} rows: expected "
-                f"{self.num_classes + none}, for labels 0 to {self.num_classes + none - 1}{last if none else ''}"
-            )
 
     def refuse_unused(self) -> None:
         """Raise UserError for an option, or a prediction, that only the other objective has."""
@@ -467,39 +261,3 @@ class Task(task.Task):
             f"a patch has {numbers} numbers and the model {channels} channels, which cannot carry all noise of a "
             "patch: objective.prediction=clean learns such clips"
         ]
-
-
-def refuse_lacking(name: str, wants: Conditions, has: Conditions) -> None:
-    """Raise a UserError if a model wants what the data does not have, with what to change."""
-    if wants.unknown:
-        raise UserError(f"model {name} needs {', '.join(wants.unknown)}, which this data does not have")
-    if wants.channels != has.channels:
-        c, mask = has.channels, wants.start - wants.channels  # an image's latent has the channels of the clip
-        fix = f"in_channels={c}"
-        if wants.start:
-            fix = f"in_channels={2 * c + mask} and model.overrides.condition_channels={c + mask}"
-        raise UserError(f"the data has {c} channels and the model takes {wants.channels}: set model.overrides.{fix}")
-    if wants.start and not (has.start and wants.first and wants.start > has.channels):
-        raise UserError(
-            f"model {name} begins clips with an image: {wants.start} of its channels are a mask and the "
-            "image's latent, which this data does not have. Encode the clips with --image FOLDER, the folder of the "
-            "model's pipeline"
-        )
-    lacking = [key for key in ("pooled", "image") if getattr(wants, key) and not getattr(has, key)]
-    lacking += [key for key in wants.sizes if key not in has.sizes]
-    lacking += sorted(wants.names & {"context", "context_mask"}) if wants.text and not has.text else []
-    if lacking:
-        raise UserError(
-            f"model {name} needs {', '.join(sorted(lacking))}, which this data does not have"
-            + (". zoo.video.encode writes it, with --text or --image of the model's pipeline" if has.text else "")
-        )
-    for key, what, option_name in (
-        ("text", "captions have", "caption_channels"),
-        ("pooled", "pooled captions have", "pooled_channels"),
-        ("image", "first frames have tokens of", "image_channels"),
-    ):
-        if getattr(wants, key) and getattr(wants, key) != getattr(has, key):
-            raise UserError(
-                f"the data's {what} {getattr(has, key)} channels and the model takes {getattr(wants, key)}: "
-                f"set model.overrides.{option_name}={getattr(has, key)}"
-            )
