@@ -33,6 +33,7 @@ from zoo.training import config as cfg
 from zoo.training.console import Console
 from zoo.training.environment import first_rank, world_size
 from zoo.training.outputs.options import checked
+from zoo.training.task_lookup import create_infer, create_task
 from zoo.training.tracking import names_of, number_of
 from zoo.training.trained import arguments as describe
 from zoo.training.trained import load_model, locate, log_written, progress, wire_option
@@ -101,8 +102,8 @@ def work(arguments: Sequence[str]) -> int:
         config = cfg.load([str(run / "config.yaml")])
         shape = argparse.ArgumentDefaultsHelpFormatter
         parser = Parser(prog="infer.py RUN", formatter_class=shape)
-        task = cfg.create_task(config)
-        infer = cfg.create_infer(task, names_of(run))
+        task = create_task(config)
+        infer = create_infer(task, names_of(run))
         describe(parser, infer, run / "inference")
         wire_option(parser)
         trained = [getattr(config.data, name, 1) for name in ("frames", "height", "width")]

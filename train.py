@@ -29,6 +29,7 @@ from zoo.data.sampling import hash_seed
 from zoo.training import UserError, auto, checkpoint, environment, flight, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.check_run import compare
+from zoo.training.config_text import help_text, wants_help
 from zoo.training.console import Console
 from zoo.training.dry_run import check_memory, dry_run, out_of_memory, step_bytes
 from zoo.training.guard import Diverged, Guard, Snapshot, StepResult
@@ -53,6 +54,7 @@ from zoo.training.records import naming
 from zoo.training.saving import Saver
 from zoo.training.summary import closing, opening, resumed
 from zoo.training.task import Inputs, Show, Task
+from zoo.training.task_lookup import create_show, create_task
 from zoo.training.tracking import Tracker, ascii_key, changes, display_name, open_run
 
 STOPPED = 75  # exit status of a run that a signal ended (EX_TEMPFAIL): it asks the launcher to start the run again
@@ -105,9 +107,9 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     fsdp_mesh = init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard"))
 
     # data: every rank makes its own shard of its group's samples
-    task = cfg.create_task(config, mesh["sp"], device)
+    task = create_task(config, mesh["sp"], device)
     open_data(task)
-    show = cfg.create_show(task)
+    show = create_show(task)
     show.ready()
     if (count := task.validation_samples) % (dp := replicate * shard):
         raise UserError(
@@ -389,8 +391,8 @@ def data_parallel(run: Run) -> tuple[int, int]:
 def main(arguments: list[str]) -> int:
     with Console() as console:
         try:
-            if cfg.wants_help(arguments):
-                print(cfg.help_text(arguments), end="")
+            if wants_help(arguments):
+                print(help_text(arguments), end="")
                 return 0
             config, refused = cfg.load_or_error(arguments)
             if config.check:

@@ -42,6 +42,7 @@ from dsp.embedded import Timing
 from zoo.training import config as cfg
 from zoo.training.dry_run import Memory, known_hardware, steps_on
 from zoo.training.model import without_weights
+from zoo.training.task_lookup import create_task
 
 PARAMETERS = ("compute", "memory", "latency", "all-to-all", "hops", "gathers", "all-reduce")
 PATTERN = {  # kind of collective: its parameter, and the pattern in which cluster.py measured the link
@@ -241,7 +242,7 @@ class Deep:
 
         def setup(*more: str) -> tuple[Any, ...]:
             config = cfg.load([*options, f"hardware.device={device}", *more])
-            task = cfg.create_task(config)
+            task = create_task(config)
             return known_hardware(config), config, task, without_weights(config, task)[1]
 
         hardware, config, task, objective = setup()

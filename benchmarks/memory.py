@@ -56,6 +56,7 @@ from zoo.data.protein.record import ATOMS, LETTERS, Protein
 from zoo.training import config as cfg
 from zoo.training.model import compile_and_recompute
 from zoo.training.shared_codec import shared_codec
+from zoo.training.task_lookup import create_task
 from zoo.video.codec import Autoencoder
 
 FINE = 16  # bisection ends within a sixteenth
@@ -199,7 +200,7 @@ def fold_step(kind: str, residues: int, rows: int, precision: str, way: str, dep
     shape.append(f"train.checkpoint_activations={way}")
     config = cfg.load([str(ROOT / "configs/protein.yaml"), *shape, *overrides])
     mesh = all_ranks()
-    task: Any = cfg.create_task(config, mesh)
+    task: Any = create_task(config, mesh)
     task.train = OneProtein(residues, rows)
     model = task.model()
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ from dsp.support.private import TorchDispatchMode
 from zoo.training import config as cfg
 from zoo.training.model import mean_losses
 from zoo.training.optim import learning_rate
+from zoo.training.task_lookup import create_task
 
 WIRES = ("same", "bf16", "fp8", "int8")
 SMALL = (
@@ -109,7 +110,7 @@ class Job:
     def __init__(self, name: str, seed: int, steps: int, mesh: Any) -> None:
         self.mesh, self.seed, self.steps = mesh, seed, steps
         self.config = cfg.load([*MODELS[name].split(), f"train.seed={seed}", f"train.steps={steps}"])
-        self.task = cfg.create_task(self.config, mesh, torch.device("cpu"))
+        self.task = create_task(self.config, mesh, torch.device("cpu"))
         self.task.open()
         _, objective = self.built()
         self.batches = [self.task.batch(objective, step, 0, 0, 1) for step in range(steps)]

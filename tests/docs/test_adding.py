@@ -21,6 +21,7 @@ from zoo.training import UserError, complete
 from zoo.training import config as cfg
 from zoo.training.model import without_weights
 from zoo.training.outputs.video import Show
+from zoo.training.task_lookup import create_show, create_task
 from zoo.training.tasks.conditions import Lookups
 
 BLOCKS = [block for name in ("adding", "adding-data") for block in blocks(ROOT / f"docs/{name}.md")]
@@ -102,7 +103,7 @@ def test_a_model_is_checked(folder, wrong):
 
 def error_of(*arguments):
     with pytest.raises(UserError) as error:
-        cfg.create_show(cfg.create_task(cfg.load(arguments))).ready()
+        create_show(create_task(cfg.load(arguments))).ready()
     return str(error.value)
 
 
@@ -143,8 +144,8 @@ def test_a_task_that_lacks_something_says_what(folder, name):
 def test_missing_parts_are_named(folder, arguments, message):
     def made():
         config = cfg.load(arguments)
-        task = cfg.create_task(config)
-        cfg.create_show(task).ready()
+        task = create_task(config)
+        create_show(task).ready()
         with torch.device("meta"):
             task.model()
 
@@ -184,8 +185,8 @@ def test_names_that_an_installed_package_gives(folder):
     )
     sys.path.insert(0, str(folder))
     config = cfg.load(["task.yaml", "task=next", "data.name=sq"])
-    assert type(cfg.create_task(config)).__module__ == "nextframes"
-    assert type(cfg.create_task(cfg.load(["model.yaml", "model.name=conv"])).create()).__name__ == "ConvTime"
+    assert type(create_task(config)).__module__ == "nextframes"
+    assert type(create_task(cfg.load(["model.yaml", "model.name=conv"])).create()).__name__ == "ConvTime"
 
 
 def test_errors_of_a_users_module_are_raised_unchanged(folder):
@@ -252,7 +253,7 @@ def test_a_model_without_a_row_for_no_class_is_refused_before_the_first_step(fol
     text = MODEL.replace("LabelEmbed(config.num_classes, dim)", own)
     assert own in text
     (folder / "convtime.py").write_text(text)
-    task = cfg.create_task(cfg.load(["model.yaml", *more]))
+    task = create_task(cfg.load(["model.yaml", *more]))
     if not message:
         without_weights(task.config, task)
         return

@@ -10,6 +10,7 @@ from tests.support.runs import Runs, alike, run_here
 from zoo.training import UserError, auto
 from zoo.training import config as cfg
 from zoo.training.model import make_plan, without_weights
+from zoo.training.task_lookup import create_task
 
 STAGES = (
     "train.checkpoint_activations=stages",
@@ -88,7 +89,7 @@ def test_a_run_trains_what_was_chosen(trainer, whole_world, tmp_path):
     found = whole_world(chosen_here, 2, runs.arguments("parallel=auto", *STAGES, *LEFT, "name=chosen"))
     config = cfg.load([str(tmp_path / "runs/chosen/config.yaml")])
     assert (config.parallel.sp, config.parallel.wire, config.parallel.overlap) == (2, "fp8", "auto")
-    task = cfg.create_task(config)
+    task = create_task(config)
     plan = make_plan(config, task, without_weights(config, task)[1], 2, overlap=CONTENDED)
     assert any(o.pieces > 1 for o in plan.overlaps)
     most = [max(phase) for phase in zip(*(steps[0] for steps in found))]

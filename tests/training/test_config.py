@@ -11,6 +11,8 @@ from tests.support.refusals import refused
 from tests.support.slow import keep_short
 from zoo.training import UserError
 from zoo.training import config as cfg
+from zoo.training.config_text import help_text, to_yaml
+from zoo.training.task_lookup import create_task
 
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 NOT_LONG = [path for path in CONFIGS if path.stem != "protein"]
@@ -269,12 +271,12 @@ def test_yaml_reads_back(load, tmp_path):
         "model: {overrides: {hidden: 48, patch: [1, 2, 2]}}", "optim.eps=1e-8", "data.speed=[1,2]", "name=a b"
     )
     for comments in (False, True):
-        (tmp_path / "saved.yaml").write_text(cfg.to_yaml(config, comments=comments))
+        (tmp_path / "saved.yaml").write_text(to_yaml(config, comments=comments))
         assert cfg.load([str(tmp_path / "saved.yaml")]) == config
 
 
 def test_every_option_is_explained():
-    text = re.sub(r"\n +# ", " ", cfg.help_text(["help=1"]))  # notes are wrapped
+    text = re.sub(r"\n +# ", " ", help_text(["help=1"]))  # notes are wrapped
     for data in cfg.TASKS:
         for key, _, metadata in cfg.leaves(cfg.defaults(data)):
             assert metadata["help"], key
@@ -294,7 +296,7 @@ def test_shipped_configs_are_sound(path):
     config = cfg.load([str(path), "dry_run=true"])
     if getattr(config.data, "buckets", None) == []:
         config.data.buckets = ["16x32x32"]  # the user's folder would say
-    task = cfg.create_task(config)
+    task = create_task(config)
     with torch.device("meta"):
         model = task.model()
         terms = task.objective(model)(**task.example(model))
@@ -328,21 +330,19 @@ def test_shipped_configs_are_sound(path):
 def test_a_model_that_does_not_fit(arguments, message):
     demo = next(str(path) for path in CONFIGS if path.stem == "demo")
     with pytest.raises(UserError, match=re.escape(message)), torch.device("meta"):
-        cfg.create_task(cfg.load([demo, *arguments])).model()
+        create_task(cfg.load([demo, *arguments])).model()
 
 
 def test_samples_are_drawn_at_the_levels_of_training():
     demo = next(str(path) for path in CONFIGS if path.stem == "demo")
-    task = cfg.create_task(
-        cfg.load([demo, "objective.shift=3", "objective.shift_cells=100", "objective.levels=uniform"])
-    )
+    task = create_task(cfg.load([demo, "objective.shift=3", "objective.shift_cells=100", "objective.levels=uniform"]))
     levels = []
     task.sampler((8, 5, 10))(
         lambda x, timestep: levels.append(timestep[0].item() / 1000) or x, torch.zeros(1, 1, 1, 1, 1), 4
     )
     trained = task.objective(torch.nn.Identity()).sample_timestep(torch.tensor([0.75, 0.5, 0.25]), 8 * 5 * 10)
     assert levels == pytest.approx([1.0, *trained.tolist()])  # a shift of 3 x 2
-    velocity = cfg.create_task(cfg.load([demo, "objective.name=iddpm", "objective.prediction=velocity"]))
+    velocity = create_task(cfg.load([demo, "objective.name=iddpm", "objective.prediction=velocity"]))
     assert velocity.sampler((1, 1, 1)).keywords == {"velocity": True}
     assert velocity.objective(torch.nn.Identity()).velocity
 
@@ -353,12 +353,12 @@ def test_a_model_that_needs_captions(tmp_path):
         "model: {name: stdit, size: test, overrides: {in_channels: 3}}\ndata: {name: video_folder, path: x}"
     )
     with pytest.raises(UserError, match="needs context, context_mask, fps, height, width, which this data"):
-        cfg.create_task(cfg.load([str(path)])).model()
+        create_task(cfg.load([str(path)])).model()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_help_of_every_file_whether_or_not_the_data_are_there(path):
-    text = cfg.help_text([str(path), "help=1"])
+    text = help_text([str(path), "help=1"])
     assert "\ndata:\n  name:" in text
     assert all(len(line) <= 120 for line in text.split("\n") if "#" in line)
 

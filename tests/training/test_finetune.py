@@ -25,6 +25,7 @@ from zoo.data.latent_folder import LatentFolder, video_of
 from zoo.training import UserError, export, init_weights
 from zoo.training import config as cfg
 from zoo.training.lora import plain_name
+from zoo.training.task_lookup import create_task
 from zoo.video import hunyuan_weights, latte_weights, tiny_encoders
 from zoo.video.sampling import euler
 from zoo.video.stdit_weights import open_sora_names
@@ -70,7 +71,7 @@ def test_a_run_to_files_and_from_them(run, trainer, tmp_path, capsys):
     assert "absent:Data" in other
     assert same(export.weights_of(first).state_dict(), averaged.state_dict())  # no code of the user's is needed
     (first / "config.yaml").write_text(saved)
-    task = cfg.create_task(cfg.load(run.arguments(f"init.weights={out}")))
+    task = create_task(cfg.load(run.arguments(f"init.weights={out}")))
     task.open()
     assert same(init_weights.source(task).state_dict(), averaged.state_dict())
     second = run("name=second", *SHORT, f"init.weights={out}", "optim.lr=0")
@@ -102,7 +103,7 @@ def test_an_export_knows_what_its_model_predicts(run, capsys):
     for prediction in ("clean", "velocity"):
         first = run(f"name={prediction}", *SHORT, *(["objective.prediction=clean"] if prediction == "clean" else []))
         assert export.main([str(first)]) == 0
-        model, task = zoo.from_export(first / "export").eval(), cfg.create_task(cfg.load([f"{first}/config.yaml"]))
+        model, task = zoo.from_export(first / "export").eval(), create_task(cfg.load([f"{first}/config.yaml"]))
         assert (model.predicts_clean, model.objective["prediction"]) == (prediction == "clean", prediction)
         task.model()
         noise, label = torch.randn(2, 1, *task.clip), torch.tensor([3, 7])

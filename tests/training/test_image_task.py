@@ -14,6 +14,7 @@ from zoo.image.histogram import neighbour_bits, pixel_bits
 from zoo.pictures import save_png
 from zoo.training import UserError
 from zoo.training import config as cfg
+from zoo.training.task_lookup import create_task
 
 CONFIG = """
 model: {name: axial_image, size: test, overrides: {height: 8, width: 8, levels: 17, num_classes: 10, dropout: 0.1}}
@@ -97,7 +98,7 @@ def test_a_run_and_its_samples(trainer, tmp_path, whole_world, capsys):
 )
 def test_models_that_do_not_fit_the_data_are_refused(tmp_path, overrides, message):
     (tmp_path / "image.yaml").write_text(CONFIG)
-    task = cfg.create_task(cfg.load([str(tmp_path / "image.yaml"), *overrides]))
+    task = create_task(cfg.load([str(tmp_path / "image.yaml"), *overrides]))
     with pytest.raises(UserError, match=message):
         task.model()
         task.open()
@@ -112,5 +113,5 @@ def test_a_dry_run(trainer, tmp_path, capsys):
 def test_other_models_are_refused(tmp_path):
     (tmp_path / "image.yaml").write_text("model: {name: latte, size: test}\ndata: {name: digit_images}\n")
     with pytest.raises(UserError, match="latte is not an autoregressive model of images"):
-        cfg.create_task(cfg.load([str(tmp_path / "image.yaml")])).model()
+        create_task(cfg.load([str(tmp_path / "image.yaml")])).model()
     assert "axial_image" in zoo.list_models()

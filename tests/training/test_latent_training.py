@@ -11,6 +11,7 @@ from tests.support.runs import Runs, alike, metrics, one_of, run_here, stop_at
 from zoo.data.sampling import hash_seed
 from zoo.training import UserError, user_error
 from zoo.training import config as cfg
+from zoo.training.task_lookup import create_task
 
 TINY = """
 model: {name: stdit, size: test, overrides: {in_channels: 2, caption_channels: 6, patch: [1, 2, 2]}}
@@ -33,7 +34,7 @@ class Folder(Runs):
         self.file.write_text(TINY.replace("path: null", f"path: {self.path}"))
 
     def task(self, *overrides, rank=0, size=1):
-        task = cfg.create_task(cfg.load(self.arguments(*overrides)), one_of(size, rank))
+        task = create_task(cfg.load(self.arguments(*overrides)), one_of(size, rank))
         task.open()
         with torch.device("meta"):
             return task, task.objective(task.model())
@@ -80,7 +81,7 @@ def _gradients(mesh, arguments, steps):
     for step in steps:
         found = []
         for over in (None, mesh):
-            task = cfg.create_task(config, over)
+            task = create_task(config, over)
             task.open()
             torch.manual_seed(1)
             objective = task.objective(task.model())

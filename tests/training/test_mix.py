@@ -13,6 +13,7 @@ from zoo.data.latent_folder import LatentFolder
 from zoo.data.latents import LatentError
 from zoo.data.mix import Mix, dealt, shares_of
 from zoo.training import config as cfg
+from zoo.training.task_lookup import create_task
 
 LATENTS = """
 model: {name: stdit, size: test, overrides: {in_channels: 2, caption_channels: 6}}
@@ -70,7 +71,7 @@ def test_places_are_dealt_by_shares():
 
 
 def test_samples_of_latents_come_in_their_shares(run):
-    task = cfg.create_task(cfg.load(run.arguments()), one_of(1, 0))
+    task = create_task(cfg.load(run.arguments()), one_of(1, 0))
     task.open()
     seen, clips = Counter(), Counter()
     steps = 400

@@ -9,6 +9,7 @@ import dsp
 from tests.support.paths import ROOT
 from tests.support.slow import keep_short, slow
 from zoo.training import config as cfg
+from zoo.training.task_lookup import create_task
 
 PATCHES = 4096  # the spatial sequence of every row
 
@@ -46,7 +47,7 @@ def test_a_row(name):
     assert table != "4" or gpus == "128"
     assert (config.model.size, config.train.batch, config.train.precision) == (size, batch, "bf16")
     assert config.eval.clips % dp == 0  # or the run would not start
-    task = cfg.create_task(config)
+    task = create_task(config)
     with torch.device("meta"):
         model = task.model()
         objective = task.objective(model)

@@ -7,6 +7,7 @@ from PIL import Image
 from tests.support.clips import gif
 from tests.support.runs import Runs
 from zoo.training import config as cfg
+from zoo.training.task_lookup import create_show, create_task
 from zoo.video import encode
 from zoo.video.tiny_encoders import save_pipeline
 
@@ -51,10 +52,10 @@ def test_the_captions_are_drawn_from_the_same_noise_each_time(runs):
     assert shown[0] == shown[1]
     assert width == 2 * (2 * 48) + 2  # two, enlarged twice
     assert height < 2 * (2 * 32 + 1)  # one clip high, and its caption
-    task = cfg.create_task(cfg.load([str(run / "config.yaml")]))
+    task = create_task(cfg.load([str(run / "config.yaml")]))
     task.open()
     task.model()
-    show = cfg.create_show(task)
+    show = create_show(task)
     show.ready()
     clips, _, _ = show.real(show.count)
     assert clips.titles == ["a red boat", "snow, at night"]

@@ -21,6 +21,7 @@ from zoo.data.protein.synthetic import PottsFamilies
 from zoo.protein.coevolution import coupling_feature
 from zoo.training import config as cfg
 from zoo.training import tracking
+from zoo.training.task_lookup import create_task
 
 TINY = """
 model: {name: evoformer, size: test, overrides: {bins: 64, extra_depth: 0, depth: 1}}
@@ -153,7 +154,7 @@ def task(rank=0, size=1, **data):
     config.train.batch, config.eval.proteins = 2, 4
     for key, value in {"residues": 21, "rows": 3, **data}.items():
         setattr(config.data, key, value)
-    made = cfg.create_task(config, one_of(size, rank))
+    made = create_task(config, one_of(size, rank))
     made.train, made.validation = EmbeddedProteins("train"), EmbeddedProteins("validation")
     return made
 

@@ -18,6 +18,7 @@ from tests.support.runs import Runs, metrics
 from zoo.training import config as cfg
 from zoo.training import export, flight, report
 from zoo.training.charts import Chart, Curve, draw
+from zoo.training.config_text import to_yaml
 
 NEVER_CLOSED = {"meta", "img", "br"}
 
@@ -51,7 +52,7 @@ def directory(path, **options):
     config.name, config.train.steps = path.name, 40
     for key, value in options.items():
         setattr(config.optim, key, value)
-    (path / "config.yaml").write_text(cfg.to_yaml(config))
+    (path / "config.yaml").write_text(to_yaml(config))
     rows = [
         {"step": i, "time": 1e9 + i, "loss": 2.0 / i, "lr": options.get("lr", 1e-4), "tokens_per_s": 10.0 + i,
          "memory_bytes": 2**30, "data_wait": 0.01, "elapsed": i * 1.5, "grad_norm": None if i == 7 else 1.0}

@@ -25,6 +25,7 @@ from zoo.training.guard import FEWEST, Diverged, Guard
 from zoo.training.loader import Failed, WorkerBatches, batches, place
 from zoo.training.optim import learning_rate, optimizers
 from zoo.training.sections import Optim, Train
+from zoo.training.task_lookup import create_task
 from zoo.training.tasks.video import Task
 
 KEYS = ("loss", "grad_norm", "lr")
@@ -253,7 +254,7 @@ def test_a_held_copy_does_not_change_and_a_failed_save_raises(tmp_path):
 
 def test_processes_make_what_a_thread_makes(run, trainer):
     config = cfg.load(run.arguments("train.accumulation=2"))
-    task = cfg.create_task(config, one_of(3, 1))
+    task = create_task(config, one_of(3, 1))
     task.open()
     with torch.device("meta"):
         objective = task.objective(task.model())
@@ -279,7 +280,7 @@ def test_processes_make_what_a_thread_makes(run, trainer):
             next(made)
         made.close()
     assert error.value.alone
-    assert isinstance(WorkerBatches(cfg.create_task(config), make)[4, 0], Failed)
+    assert isinstance(WorkerBatches(create_task(config), make)[4, 0], Failed)
 
 
 @pytest.mark.slow

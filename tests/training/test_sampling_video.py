@@ -18,6 +18,7 @@ from zoo.pictures import title, to_pixels
 from zoo.training import config as cfg
 from zoo.training.outputs.clips import Pixels, decode
 from zoo.training.task import share
+from zoo.training.task_lookup import create_infer, create_show, create_task
 from zoo.video.codec import Autoencoder
 from zoo.video.encoders import TextEncoder
 from zoo.video.tiny_encoders import save_autoencoder, save_text_encoder
@@ -113,10 +114,10 @@ def test_a_run_shows_samples_under_real_clips(run, data):
     top, captions = title(["real clips, and under each a sample"], full).shape[1], title(CAPTIONS, 3 * wide).shape[1]
     assert shown.shape[:2] == (top + 3 * high + captions, full)
     shown = shown[top:]
-    task = cfg.create_task(cfg.load([str(run / "config.yaml")]))
+    task = create_task(cfg.load([str(run / "config.yaml")]))
     task.model()
     task.open()
-    show = cfg.create_show(task)
+    show = create_show(task)
     clips, x, fps = show.real(3)
     assert (clips.size, fps) == ((5, 4, 6), 12)
     assert set(clips.titles) <= set(CAPTIONS)
@@ -180,7 +181,7 @@ def drawn(mesh, config, arguments):
     """The clips that one rank of the mesh draws and decodes: latents, and pixels on the first."""
     from argparse import ArgumentParser
 
-    task = cfg.create_task(cfg.load([config]))
+    task = create_task(cfg.load([config]))
     torch.manual_seed(0)
     model = task.model()
     with torch.no_grad():
@@ -188,7 +189,7 @@ def drawn(mesh, config, arguments):
             parameter.add_(0.05 * torch.randn(parameter.shape))
     dsp.parallelize(model, mesh)
     parser = ArgumentParser()
-    infer = cfg.create_infer(task)
+    infer = create_infer(task)
     infer.arguments(parser)
     options = parser.parse_args(arguments)
     codec = Autoencoder.load(task.manifest.vae_path)
@@ -237,7 +238,7 @@ def test_guidance_is_the_formula_by_hand(run, data):
     """One Euler step: x + u, u = empty + g (told - empty), with the embeddings as training reads them."""
     from argparse import Namespace
 
-    task = cfg.create_task(cfg.load([str(run / "config.yaml")]))
+    task = create_task(cfg.load([str(run / "config.yaml")]))
     torch.manual_seed(0)
     model = task.model()
     torch.nn.init.normal_(model.final.linear.weight, std=0.1)
@@ -245,7 +246,7 @@ def test_guidance_is_the_formula_by_hand(run, data):
     entry = next(entry for entry in task.train.clips[0] if entry.caption == task.train.clips[0][0].caption)
     codec = Autoencoder.load(task.manifest.vae_path)
     options = Namespace(prompt=[entry.caption], negative_prompt=None, clips=1, guidance=3.0, text=None)
-    infer = cfg.create_infer(task)
+    infer = create_infer(task)
     clips, fps = infer.requested_clips(options, codec, torch.device("cpu"))
     assert (clips.size, fps) == ((5, 4, 6), 12)
     told, none = (task.conditions_of_clips(task.train, [entry], [drop]) for drop in (False, True))

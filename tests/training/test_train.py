@@ -29,6 +29,7 @@ from zoo.training import config as cfg
 from zoo.training.estimate import saved_for_backward
 from zoo.training.model import recomputed_modules, refuse_other_parameters
 from zoo.training.optim import is_due
+from zoo.training.task_lookup import create_task
 
 
 @pytest.fixture(scope="module")
@@ -491,7 +492,7 @@ def test_running_out_of_memory_says_what_would_fit(run, trainer, monkeypatch, ca
 def test_the_estimate_of_activations_is_what_is_kept(run):
     """Count, in a real forward, the storages that autograd keeps; stages alike may run once."""
     config = cfg.load(run.arguments())
-    task = cfg.create_task(config)
+    task = create_task(config)
     estimates = saved_for_backward(task, torch.float32)
     every = saved_for_backward(task, torch.float32, twins=False)
     for way, estimate in estimates.items():
@@ -602,12 +603,12 @@ def test_due():
 def test_parts_of_a_batch_are_those_of_the_whole(run):
     """Ranks of one group see parts of the same samples, groups see others, whatever the number of groups."""
     config = cfg.load(run.arguments("train.batch=2", "train.accumulation=2"))
-    whole = cfg.create_task(config)
+    whole = create_task(config)
     whole.open()
     with torch.device("meta"):
         model = whole.model()
     objective = whole.objective(model)
-    parts = [cfg.create_task(config, one_of(3, rank)) for rank in range(3)]
+    parts = [create_task(config, one_of(3, rank)) for rank in range(3)]
     for part in parts:
         part.open()
         part.num_classes, part.takes = whole.num_classes, whole.takes

@@ -34,6 +34,7 @@ from zoo.training import adapter, export, init_weights
 from zoo.training import config as cfg
 from zoo.training.lora import adapt, plain_name
 from zoo.training.sections import Lora
+from zoo.training.task_lookup import create_task
 from zoo.video import encode
 from zoo.video.diffusion import RectifiedFlow
 from zoo.video.stdit_weights import open_sora_names
@@ -138,7 +139,7 @@ def folder(request: Any, trainer: Any, tmp_path: Path) -> Folder:
 
 
 def objective_of(config: Any, over: DeviceMesh | None) -> tuple[Any, Any]:
-    task = cfg.create_task(config, over)
+    task = create_task(config, over)
     task.open()
     torch.manual_seed(1)
     objective = task.objective(task.model())
@@ -179,7 +180,7 @@ def test_ranks_train_as_one_process(folder: Folder, whole_world: Any, n: int) ->
 
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
 def test_a_batch_has_what_a_forward_wants(folder: Folder) -> None:
-    task = cfg.create_task(cfg.load(folder.arguments()), one_of(1, 0))
+    task = create_task(cfg.load(folder.arguments()), one_of(1, 0))
     task.open()
     with torch.device("meta"):
         objective = task.objective(task.model())
@@ -387,7 +388,7 @@ def test_published_weights_are_tuned_exported_and_read_back(
         return folder.directory / "runs" / more[0].removeprefix("name=")
 
     # what a run begins with is what was published
-    task = cfg.create_task(cfg.load(folder.arguments(f"init.weights={weights}")))
+    task = create_task(cfg.load(folder.arguments(f"init.weights={weights}")))
     task.open()
     begun, theirs = init_weights.source(task).eval(), published_model(name, weights)
     inputs = begun.example_inputs(2, tokens=512 if begun.config.__dict__.get("image_channels") else 7, frames=5)

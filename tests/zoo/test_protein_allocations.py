@@ -14,6 +14,7 @@ from tests.support.slow import long
 from zoo.data.protein.embedded import EmbeddedProteins
 from zoo.training import config as cfg
 from zoo.training.model import repeated_stages
+from zoo.training.task_lookup import create_task
 
 RESIDUES, ROWS, HEADS = 61, 6, 4  # 16, 16, 16 and 13 residues; no other size is a multiple of 61
 CHANNELS = {"c_m": 12, "c_z": 16, "triangle": 16, "c_s": 8, "outer": 3, "chunk": RESIDUES**2 * HEADS, "bins": 64}
@@ -46,7 +47,7 @@ def watch(mesh, name):
     if name == "evoformer":
         config.model.overrides["extra_depth"] = 0
     config.data.residues, config.data.rows = RESIDUES, ROWS
-    task = cfg.create_task(config, mesh)
+    task = create_task(config, mesh)
     task.train = EmbeddedProteins("train")
     model = task.model()
     objective, predictor = task.objective(model), task.predictor(model)

@@ -14,6 +14,7 @@ from zoo.data.shapes import COLOURS, SHAPES
 from zoo.pictures import to_pixels
 from zoo.training import config as cfg
 from zoo.training import tracking
+from zoo.training.task_lookup import create_show, create_task
 from zoo.video.metrics import STATISTICS, FrameProbe, VideoFeatures, frechet_distance, statistics
 
 
@@ -109,10 +110,10 @@ def test_clips_have_the_names_of_their_classes(tmp_path, monkeypatch):
         "model: {name: transformer2d, size: test, overrides: {in_channels: 3, num_classes: 16}}\n"
         "data: {name: shapes, frames: 2, height: 18, width: 18, radius: [7, 8], speed: [0, 1]}\n"
     )
-    task = cfg.create_task(cfg.load([str(tmp_path / "shapes.yaml")]))
+    task = create_task(cfg.load([str(tmp_path / "shapes.yaml")]))
     task.model()
     task.open()
-    show = cfg.create_show(task)
+    show = create_show(task)
     clips, x, _ = show.real(16)
     assert clips.titles == [f"{colour} {shape}" for shape in SHAPES for colour in COLOURS]
     real = to_pixels(x)

@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import dsp
 from dsp.embedded import Timing
 from zoo.training import UserError, checkpoint
-from zoo.training.config import Config, create_task, load
+from zoo.training.config import Config, load
 from zoo.training.dry_run import Memory, steps_on
 from zoo.training.environment import world_size
 from zoo.training.model import compute_dtype, known_hardware, without_weights
+from zoo.training.task_lookup import create_task
 from zoo.training.tracking import human_bytes, number_of
 
 

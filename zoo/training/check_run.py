@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import dsp
 from zoo.training import UserError, config, ranks, user_error
 from zoo.training.loader import open_data, place
+from zoo.training.task_lookup import create_task
 
 
 def compare(options: config.Config, device: torch.device) -> bool:
@@ -20,7 +21,7 @@ def compare(options: config.Config, device: torch.device) -> bool:
     if sp == 1:
         raise UserError("check=true compares ranks with one process: start two or more, dsp-launch --nproc-per-node 2")
     mesh = init_device_mesh(device.type, (*groups, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))["sp"]
-    task = config.create_task(options, device=device)  # without a mesh, so that each rank has whole samples
+    task = create_task(options, device=device)  # without a mesh, so that each rank has whole samples
     open_data(task)
     torch.manual_seed(options.train.seed)  # the same weights on every rank
     with device:

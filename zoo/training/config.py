@@ -8,27 +8,23 @@ and `model.overrides` those of the model.
 """
 
 import difflib
-import inspect
 import os
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed.device_mesh import DeviceMesh
 
 from dsp import Route
 from dsp.comm.wire import Wire
 from dsp.overlap import overlap_of
 from zoo.files import read_bytes
-from zoo.training import UserError, complete, one_line, user_error, values
+from zoo.training import UserError, one_line, user_error, values
 from zoo.training.sections import (
     Checkpoint,
     Hardware,
@@ -43,7 +39,6 @@ from zoo.training.sections import (
     Wandb,
     option,
 )
-from zoo.training.task import Data, Infer, Show, Task
 from zoo.training.task_lookup import TASKS, TaskLookup
 
 USAGE = """usage: train.py CONFIG.yaml [key=value ...]
@@ -89,49 +84,6 @@ class Config:
     wandb: Wandb = field(default_factory=Wandb)
 
 
-def defaults(data: str, task: str | None = None) -> Config:
-    """The default configuration of a run on a data set."""
-    lookup = TaskLookup(data, task)
-    module, options = lookup.module, lookup.options()
-    return Config(data=options, objective=module.Objective(), eval=module.Eval(), sample=module.Sample(), task=task)
-
-
-def create_task(config: Config, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
-    """The task of a configuration, for this rank of `mesh`, whose ranks share each sample."""
-    data, name, module = config.data, config.data.name, TaskLookup(config.data.name, config.task).module
-    asked = getattr(module, "Data", Data)
-    if not getattr(asked, "_is_protocol", False):  # a class of the user's own, by chance of this name
-        asked = Data
-    complete(data, asked, f"{type(data).__name__}, the options of data.name={name},")
-    return _create(module.Task, f"the task of data.name={name}", config, mesh, device)
-
-
-def create_show(task: Task) -> Show:
-    """The pictures of a task."""
-    name = task.config.data.name
-    return _create(TaskLookup(name, task.config.task).outputs.Show, f"what is shown of data.name={name}", task)
-
-
-def create_infer(task: Task, names: Mapping[str, Sequence[str]] | None = None) -> Infer:
-    """The part of infer.py that uses a task's model; `names`: of the samples that the run had, by set."""
-    name, show = task.config.data.name, create_show(task)
-    infer = _create(TaskLookup(name, task.config.task).outputs.Infer, f"what infer.py makes of data.name={name}", show)
-    infer.names = names or {}
-    return infer
-
-
-def _create(kind: Any, what: str, *args: Any) -> Any:
-    """An instance of `kind`; a UserError names every method that the class lacks."""
-    missing = sorted(getattr(kind, "__abstractmethods__", ()))
-    if issubclass(kind, Task) and kind.samples is Task.samples:
-        asked = ("example", "batch", "validation_batches")
-        missing += ["samples"] if any(getattr(kind, name) is getattr(Task, name) for name in asked) else []
-    if missing:
-        lines = (f"  {name}: {inspect.getdoc(getattr(kind, name))}" for name in missing)
-        raise UserError("\n".join([f"{what}, {kind.__name__} of {kind.__module__}, lacks:", *lines]))
-    return kind(*args)
-
-
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
@@ -165,7 +117,7 @@ def _merged(layers: Sequence[tuple[str, Layer]]) -> Config:
     names = (layer["data"].get("name") for _, layer in reversed(layers) if isinstance(layer.get("data"), dict))
     data = next((name for name in names if name is not None), "digits")
     task = next((layer["task"] for _, layer in reversed(layers) if layer.get("task") is not None), None)
-    schema = merged = OmegaConf.structured(defaults_of(str(data), None if task is None else str(task)))
+    schema = merged = OmegaConf.structured(defaults(str(data), None if task is None else str(task)))
     for source, layer in layers:
         merged = _merge(merged, _typed(schema, layer, source), source)
     config = OmegaConf.to_object(merged)
@@ -175,18 +127,20 @@ def _merged(layers: Sequence[tuple[str, Layer]]) -> Config:
     return config
 
 
-def defaults_of(data: str, task: str | None) -> Config:
-    """The defaults for a data set and a task; a UserError for a name that does not exist."""
+def defaults(data: str, task: str | None = None) -> Config:
+    """The default configuration of a run on a data set; a UserError for a data set or a task that does not exist."""
     lookup, names = TaskLookup(data, task), sorted(set(TASKS.values()))
     try:
-        sets = (*TASKS, *lookup.module.DATA)
+        module = lookup.module
     except UserError as error:
         if task is None or task in names:
             raise
         raise UserError(f"{error}{_suggest(task, names)}") from None
+    sets = (*TASKS, *module.DATA)
     if data not in sets and ":" not in data and not entry_points(group="zoo.data", name=data):
         raise UserError(f"data.name={data}: no such data set{_suggest(data, sets)}; your own is package.module:Class")
-    return defaults(data, task)
+    parts = {"objective": module.Objective(), "eval": module.Eval(), "sample": module.Sample()}
+    return Config(data=lookup.options(), **parts, task=task)
 
 
 def _make_absolute(section: Any) -> None:
@@ -370,7 +324,7 @@ def _refuse_secret(key: str, value: str, source: str) -> None:
         raise UserError(f"{source}: '{key}' looks like a secret, and a configuration is saved and logged: {advice}")
 
 
-# ------------------------------------------------------------------------------------------------- showing, deriving
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
@@ -406,48 +360,6 @@ def flat(config: Config) -> dict[str, Any]:
 
 def to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
-
-
-def to_yaml(config: Config, *, comments: bool = False) -> str:
-    """The configuration as YAML that `load` reads back; `comments` adds the meaning of every key."""
-    lines: list[tuple[str, str]] = []
-    section = ""
-    for key, value, metadata in leaves(config):
-        *outer, name = key.split(".")
-        if ".".join(outer) != section:
-            section = ".".join(outer)
-            lines += [("", ""), (f"{section}:", "")]
-        text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
-        text = f"{name}: {text.removesuffix('...' + chr(10)).rstrip()}"
-        choices = f" ({', '.join(metadata['choices'])})" if "choices" in metadata else ""
-        lines.append(("  " * len(outer) + text, metadata["help"] + choices))
-    return "\n".join(_commented(lines) if comments else (text for text, _ in lines)) + "\n"
-
-
-def _commented(lines: Sequence[tuple[str, str]], widest: int = 32) -> Iterator[str]:
-    """Each line with its note, wrapped, on its right, or above it if the line is long."""
-    column = max(len(text) for text, _ in lines if len(text) <= widest) + 2
-    for text, note in lines:
-        beside = len(text) <= widest
-        margin = column if beside else len(text) - len(text.lstrip())
-        first, *rest = [f"# {part}" for part in textwrap.wrap(note, 116 - margin)] or [""]
-        yield f"{text:<{margin}}{first}".rstrip() if beside else " " * margin + first
-        yield from (" " * margin + part for part in rest)
-        if not beside:
-            yield text
-
-
-def wants_help(arguments: Sequence[str]) -> bool:
-    return any(a in ("-h", "--help", "help", "help=1", "help=true") for a in arguments)
-
-
-def help_text(arguments: Sequence[str]) -> str:
-    """Every key with its comment and its value, as YAML; the defaults if no file is named."""
-    rest = [a for a in arguments if not wants_help([a])]
-    data = next((a.removeprefix("data.name=") for a in rest if a.startswith("data.name=")), "digits")
-    config = load(rest, shown=True) if any("=" not in a for a in rest) else defaults_of(data, None)
-    usage = "".join(f"# {line}\n" if line else "#\n" for line in USAGE.split("\n"))
-    return f"{usage}\n{to_yaml(config, comments=True)}"
 
 
 def mesh_shape(parallel: Parallel, world: int) -> tuple[int, int, int]:

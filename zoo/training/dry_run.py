@@ -15,7 +15,7 @@ from torch import nn
 
 import dsp
 from zoo.training import UserError
-from zoo.training.config import Config, create_task, mesh_shape
+from zoo.training.config import Config, mesh_shape
 from zoo.training.environment import ranks_of_host, world_size
 from zoo.training.estimate import saved_for_backward, total
 from zoo.training.model import (
@@ -27,6 +27,7 @@ from zoo.training.model import (
     without_weights,
 )
 from zoo.training.task import Task
+from zoo.training.task_lookup import create_task
 from zoo.training.tracking import human_bytes, human_count, number_of
 
 Rows = list[tuple[str, int, str]]  # name, bytes on a rank, note

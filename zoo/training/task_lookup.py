@@ -1,19 +1,24 @@
-"""The parts of a run by name: the task that trains on a data set, the module that shows it, and the data set's options.
+"""The parts of a run by name: the task that trains on a data set, its outputs, and the options of the data set.
 
 The trainer's own tasks are modules of zoo.training.tasks and zoo.training.outputs; a task from outside is one module,
 which the configuration names (`task=package.module`).
 """
 
 import importlib
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from zoo.plugins import load_plugin
 from zoo.training import UserError, complete, task, user_error
 from zoo.training.sections import option
-from zoo.training.task import Module, Outputs
+from zoo.training.task import Data, Infer, Module, Outputs, Show, Task
 
 TASKS = {  # data.name -> the module of the task that trains on it, in zoo.training.tasks and outputs
     "digit_images": "image",
@@ -84,3 +89,39 @@ class TaskLookup:
             named = ("name", str, option(self.data, "the data set"))
             kind = make_dataclass(kind.__name__, [named], bases=(kind,), namespace={"__doc__": kind.__doc__})
         return kind
+
+
+def create_task(config: Any, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
+    """The task of a configuration, for this rank of `mesh`, whose ranks share each sample."""
+    data, name, module = config.data, config.data.name, TaskLookup(config.data.name, config.task).module
+    asked = getattr(module, "Data", Data)
+    if not getattr(asked, "_is_protocol", False):  # a class of the user's own, by chance of this name
+        asked = Data
+    complete(data, asked, f"{type(data).__name__}, the options of data.name={name},")
+    return _create(module.Task, f"the task of data.name={name}", config, mesh, device)
+
+
+def create_show(task: Task) -> Show:
+    """The pictures of a task."""
+    name = task.config.data.name
+    return _create(TaskLookup(name, task.config.task).outputs.Show, f"what is shown of data.name={name}", task)
+
+
+def create_infer(task: Task, names: Mapping[str, Sequence[str]] | None = None) -> Infer:
+    """The part of infer.py that uses a task's model; `names`: of the samples that the run had, by set."""
+    name, show = task.config.data.name, create_show(task)
+    infer = _create(TaskLookup(name, task.config.task).outputs.Infer, f"what infer.py makes of data.name={name}", show)
+    infer.names = names or {}
+    return infer
+
+
+def _create(kind: Any, what: str, *args: Any) -> Any:
+    """An instance of `kind`; a UserError names every method that the class lacks."""
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if issubclass(kind, Task) and kind.samples is Task.samples:
+        asked = ("example", "batch", "validation_batches")
+        missing += ["samples"] if any(getattr(kind, name) is getattr(Task, name) for name in asked) else []
+    if missing:
+        lines = (f"  {name}: {inspect.getdoc(getattr(kind, name))}" for name in missing)
+        raise UserError("\n".join([f"{what}, {kind.__name__} of {kind.__module__}, lacks:", *lines]))
+    return kind(*args)

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 from zoo.files import read_json
 from zoo.training import UserError, one_line
-from zoo.training.config import Config, flattened, saved, to_dict, to_yaml
+from zoo.training.config import Config, flattened, saved, to_dict
+from zoo.training.config_text import to_yaml
 from zoo.training.owner import Owner
 from zoo.training.records import append, cut_metrics, flush, read_metrics, write
 

@@ -26,6 +26,7 @@ from zoo.training import UserError, checkpoint, ranks, user_error
 from zoo.training import config as cfg
 from zoo.training.model import initialize
 from zoo.training.task import Infer, Task
+from zoo.training.task_lookup import create_infer, create_task
 from zoo.training.tracking import duration, names_of
 
 NAMED = 12  # files that are named one by one, at most
@@ -143,8 +144,8 @@ class Run:
     def __init__(self, path: str | Path, *, averaged: bool = True, wire: str = "same"):
         self.directory, checkpoints, step = locate(Path(path))
         self.config = cfg.load([str(self.directory / "config.yaml")])
-        self.task = cfg.create_task(self.config)
-        self.infer = cfg.create_infer(self.task, names_of(self.directory))
+        self.task = create_task(self.config)
+        self.infer = create_infer(self.task, names_of(self.directory))
         stack = ExitStack()
         self.close = weakref.finalize(self, stack.close)
         self.device = stack.enter_context(ranks.process_group())
