@@ -224,7 +224,7 @@ def loop(run: Run) -> bool:
         ranks.log0(f"stopped by a signal after step {step}; resume=true continues")
         return False
     except Diverged as error:
-        sound = run.saver.leave_sound(run.guard, partial(kept, run))
+        sound = run.saver.leave_sound(run.guard, partial(snapshot, run))
         raise UserError(f"{error}; {sound}. A lower optim.lr or a longer optim.warmup may help") from None
     finally:
         loaded.close()
@@ -277,8 +277,8 @@ def judge(run: Run, left: int = 0) -> StepResult:
         while len(run.waiting) > left:
             run.last = result = run.waiting.pop(0)
             if run.guard.wants_copy(result.step, result.loss):  # every rank has the same numbers, and decides alike
-                run.guard.kept = kept(run)
-            run.guard.accepts(result, run)
+                run.guard.snapshot = snapshot(run)
+            run.guard.accept(result, run)
     except Diverged:
         with suppress(Diverged):
             judge(run)  # the device may have taken the steps that still wait: they count
@@ -360,7 +360,7 @@ def extra(run: Run, step: int) -> dict[str, Any]:
     return {**recorded, "guard": run.guard.state(), "ranks": dist.get_world_size()}
 
 
-def kept(run: Run) -> Snapshot:
+def snapshot(run: Run) -> Snapshot:
     """A copy of the current weights, with everything else that a checkpoint of them has."""
     return Snapshot(run.guard.taken, checkpoint.hold(contents(run)), extra(run, run.guard.taken))
 

@@ -64,7 +64,7 @@ def test_the_captions_are_drawn_from_the_same_noise_each_time(runs):
         assert torch.equal(clips.conditions[name][1], rows[0])
         assert not torch.equal(clips.conditions[name][0], rows[0]) or name == "context_mask"
     empty = task.validation.caption(None)
-    assert torch.equal(clips.none["context"][1], empty[0])
+    assert torch.equal(clips.uncond["context"][1], empty[0])
 
 
 def test_an_image_model_begins_them_with_the_first_frames_of_held_out_clips(runs):

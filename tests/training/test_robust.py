@@ -64,7 +64,7 @@ def test_the_guard_judges_alike_after_a_resume():
         assert bool(why) == (norm > 50 or norm != norm)
         if step == FEWEST + 1:
             assert why.startswith("gradient norm 100, 95.")
-    assert (whole.skipped, whole.in_row, whole.sound) == (3, 2, FEWEST + 2)
+    assert (whole.skipped, whole.in_row, whole.last_finite) == (3, 2, FEWEST + 2)
     with pytest.raises(Diverged, match=r"the last 2 steps were skipped .* weights before step 12 still gave a finite"):
         whole.check(14, "loss inf", last=False)
     assert (whole.taken, whole.wants_copy(12, 0.5), whole.wants_copy(12, math.nan)) == (12, False, False)

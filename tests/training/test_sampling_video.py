@@ -194,7 +194,7 @@ def drawn(mesh, config, arguments):
     options = parser.parse_args(arguments)
     codec = Autoencoder.load(task.manifest.vae_path)
     clips, _ = infer.requested_clips(options, codec, torch.device("cpu"))
-    clips.held = torch.linspace(-1, 1, 4 * 4 * 6).view(4, 1, 4, 6)
+    clips.first = torch.linspace(-1, 1, 4 * 4 * 6).view(4, 1, 4, 6)
     made = infer.show.draw(model, clips, 7, 3, options.guidance, torch.device("cpu"), lambda *_: None)
     return made, decode(made, codec, mesh.get_group())
 
@@ -250,7 +250,7 @@ def test_guidance_is_the_formula_by_hand(run, data):
     clips, fps = infer.requested_clips(options, codec, torch.device("cpu"))
     assert (clips.size, fps) == ((5, 4, 6), 12)
     told, none = (task.conditions_of_clips(task.train, [entry], [drop]) for drop in (False, True))
-    for ours, theirs in ((clips.conditions, told), (clips.none, none)):
+    for ours, theirs in ((clips.conditions, told), (clips.uncond, none)):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             torch.testing.assert_close(ours[name], value, msg=name)

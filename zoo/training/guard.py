@@ -94,13 +94,13 @@ class Guard:
         self.allowed, self.spike, self.every, state = options.skip, options.spike, options.sound, state or {}
         self.norms: deque[float] = deque(state.get("norms", ()), maxlen=USUAL + 1)
         self.skipped, self.in_row = int(state.get("skipped", 0)), int(state.get("in_row", 0))
-        self.sound = int(state.get("sound", 0))  # the last step whose loss was finite: its weights are known to work
+        self.last_finite = int(state.get("sound", 0))  # the last step whose loss was finite: its weights work
         self.taken = int(state.get("taken", 0))  # the last step that changed the weights
-        self.kept: Snapshot | None = None  # a copy of weights that are known to work
+        self.snapshot: Snapshot | None = None  # a copy of weights that work
 
     def state(self) -> dict[str, Any]:
         """The state from which another `Guard` goes on, as JSON."""
-        counts = {"skipped": self.skipped, "in_row": self.in_row, "sound": self.sound, "taken": self.taken}
+        counts = {"skipped": self.skipped, "in_row": self.in_row, "sound": self.last_finite, "taken": self.taken}
         return {"norms": list(self.norms), **counts}
 
     def limit(self, step: int, late: bool = False) -> float:
@@ -115,7 +115,7 @@ class Guard:
         """Tell whether to keep a copy of the weights, which gave this loss in `step`."""
         return bool(self.every) and step % self.every == 0 and self.taken > 0 and math.isfinite(loss)
 
-    def accepts(self, result: StepResult, run: Any) -> bool:
+    def accept(self, result: StepResult, run: Any) -> bool:
         """Tell whether `run` takes a step. A skipped step is printed and recorded; Diverged if there were too many."""
         step = result.step
         why = self.reason(step, result.loss, result.norm, result.limit)
@@ -129,7 +129,7 @@ class Guard:
     def reason(self, step: int, loss: float, norm: float, limit: float) -> str:
         """The reason to skip a step; '' if it is taken."""
         if math.isfinite(loss):
-            self.sound = step
+            self.last_finite = step
         if not math.isfinite(loss + norm):
             why = f"loss {loss}, gradient norm {norm}"
         elif norm > limit:
@@ -149,7 +149,7 @@ class Guard:
         row = f"the last {self.in_row} steps were skipped (train.skip allows {self.allowed})"
         raise Diverged(
             f"step {step}: {why}: training diverged, and {row if self.in_row > 1 else 'this step was not taken'}. The "
-            f"weights before step {self.sound} still gave a finite loss"
+            f"weights before step {self.last_finite} still gave a finite loss"
         )
 
     def forget(self) -> None:

@@ -65,16 +65,16 @@ class Saver:
             raise path
         log0(f"step {self.step}: checkpoint {path} (waited {self.stalled:.2f} s, written in {seconds:.2f} s)")
 
-    def leave_sound(self, guard: Guard, kept: Callable[[], Snapshot]) -> str:
+    def leave_sound(self, guard: Guard, snapshot: Callable[[], Snapshot]) -> str:
         """After a divergence, make weights that gave a finite loss the newest checkpoint; return a text that names it.
 
-        kept: makes a copy of the current weights.
+        snapshot: makes a copy of the current weights.
         """
         self.wait()
         saved = on_first_rank(lambda: checkpoint.finished(self.directory))
-        sound = [(at, path) for at, path in saved if at < guard.sound]
+        sound = [(at, path) for at, path in saved if at < guard.last_finite]
         guard.forget()
-        best = kept() if guard.sound > guard.taken else guard.kept
+        best = snapshot() if guard.last_finite > guard.taken else guard.snapshot
         if best and best.step > max((at for at, _ in sound), default=0):
             path = checkpoint.write(self.directory, best.step, best.held, extra=best.extra, keep=self.keep)
             log0(f"step {best.step}: checkpoint {path}")

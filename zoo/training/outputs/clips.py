@@ -23,9 +23,9 @@ class Clips:
 
     size: tuple[int, int, int]  # t h w
     conditions: dict[str, Tensor]
-    none: dict[str, Tensor] | None  # the conditions of no class or the empty caption, if guidance leads away from them
+    uncond: dict[str, Tensor] | None  # those of no class or the empty caption, if guidance leads away from them
     titles: list[str]  # the class or the caption
-    held: Tensor | None = None  # latent (c, first frames, h, w) that all clips begin with
+    first: Tensor | None = None  # latent (c, first frames, h, w) that all clips begin with
 
 
 class Pixels:

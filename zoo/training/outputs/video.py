@@ -182,13 +182,13 @@ class Show(task.Show):
             distilled = "strength" in given  # the model takes guidance as an input, and is called once
             if distilled:
                 given["strength"] = torch.full_like(given["strength"], 1000 * guidance)
-            given["guidance"] = 1.0 if clips.none is None or distilled else guidance
-            if clips.none is not None and not distilled:
-                given["uncond"] = {name: value[start : ids.stop].to(device) for name, value in clips.none.items()}
-            if clips.held is not None:
-                first = clips.held.shape[1]
+            given["guidance"] = 1.0 if clips.uncond is None or distilled else guidance
+            if clips.uncond is not None and not distilled:
+                given["uncond"] = {name: value[start : ids.stop].to(device) for name, value in clips.uncond.items()}
+            if clips.first is not None:
+                first = clips.first.shape[1]
                 given["clean"] = torch.zeros_like(noise)
-                given["clean"][:, :, :first] = clips.held.to(device)
+                given["clean"][:, :, :first] = clips.first.to(device)
                 given["x_mask"] = (torch.arange(frames, device=device) >= first).expand(len(ids), frames)
             count = lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps)  # noqa: E731
             samples.append(sampler(model, noise, steps, on_step=count, **given).cpu())
@@ -215,8 +215,8 @@ class Show(task.Show):
 def begin_with(clips: Clips, first: Mapping[str, Tensor]) -> None:
     """Add the conditions that the first frame gives, of n rows, with guidance and without."""
     clips.conditions |= first
-    if clips.none is not None:
-        clips.none |= first
+    if clips.uncond is not None:
+        clips.uncond |= first
 
 
 def shown(titles: Sequence[str]) -> Sequence[str] | None:
@@ -294,7 +294,7 @@ class Infer(task.Infer):
                     first = on_first_rank(lambda: user_error(self.first_frame, options, clips, codec, device))
                     begin_with(clips, first)
                 else:
-                    clips.held = on_first_rank(lambda: user_error(held_frames, options, clips.size, codec))
+                    clips.first = on_first_rank(lambda: user_error(first_frames, options, clips.size, codec))
         with watch("sampling"):
             seed = hash_seed("inference", options.seed)
             samples = self.show.draw(model, clips, seed, options.steps, options.guidance, device, on_step)
@@ -339,7 +339,7 @@ def requested_size(options: Namespace, trained: tuple[int, int, int]) -> tuple[i
     return frames, height, width
 
 
-def held_frames(options: Namespace, size: tuple[int, int, int], codec: Any) -> Tensor:
+def first_frames(options: Namespace, size: tuple[int, int, int], codec: Any) -> Tensor:
     """The latent (c, first frames, h, w) of the file that the clips begin with."""
     frames, height, width = codec.pixel_shape(*size)
     x = read_frames(options.first_frame, height, width, most=options.hold)

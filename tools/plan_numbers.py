@@ -1,9 +1,9 @@
-"""Hold every plan to numbers made before a change: calls and bytes by collective and phase, and the peak of a rank.
+"""Compare every plan with numbers made before: calls and bytes by collective and phase, and the peak of a rank.
 
-``python tools/net.py numbers.json --write`` makes the numbers; without ``--write`` the plans of this tree are compared
-with them, as the planner compares them (docs/plan.md): a forward may send less, never more, and at equal bytes it may
-not make more calls; at an equal forward the same holds for the step. ``--only`` takes a part of a name, ``--programs``
-how many random programs there are.
+``python tools/plan_numbers.py numbers.json --write`` makes the numbers; without ``--write`` the plans of this tree are
+compared with them, as the planner compares them (docs/plan.md): a forward may send less, never more, and at equal bytes
+it may not make more calls; at an equal forward the same holds for the step. ``--only`` takes a part of a name,
+``--programs`` how many random programs there are.
 """
 
 from __future__ import annotations
