@@ -19,7 +19,8 @@ from benchmarks.common import ROOT
 from benchmarks.hosts import highest
 from zoo.data import video_file
 from zoo.data.latent_folder import LatentFolder
-from zoo.data.latents import Entry, LatentError, Manifest, Writer, write_manifest
+from zoo.data.latent_manifest import LatentError, Manifest, write_manifest
+from zoo.data.latents import Entry, Writer
 from zoo.data.protein.alignment import read_alignment
 from zoo.data.protein.structure import read_structure
 from zoo.pictures import save_gif

@@ -1,6 +1,7 @@
 """Reading of files from outside, which nobody vouches for: regular files alone, of limited size, depth and content.
 
 Every reader of the zoo and of the trainer opens files here. Errors are ValueErrors that name the file, or OSErrors.
+`whole_file` writes a file that is complete or absent.
 """
 
 import codecs
@@ -9,12 +10,15 @@ import gzip
 import io
 import json
 import os
+import secrets
 import stat
 import types
 import typing
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 __all__ = [
     "MAX_BYTES",
@@ -28,6 +32,7 @@ __all__ = [
     "read_text",
     "refuse_page",
     "regular",
+    "whole_file",
 ]
 
 MAX_BYTES = 100 << 20  # of a text, and of a table of settings
@@ -151,3 +156,24 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[IO[bytes]]:
+    """Open a file for writing, which gets its name when it is complete; make its folder.
+
+    sync: the content is on disk before, so that the file is complete or absent even after a power failure.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with part.open("xb") as file:  # as readable as the process's umask lets it be
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

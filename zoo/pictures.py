@@ -5,16 +5,15 @@ A file is complete or absent. Letters: n pictures or clips, c channels, t frames
 
 import math
 import os
-import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from zoo.files import whole_file
 
 GAP = 2  # pixels between pictures
 SIDE = 64  # pixels of a picture's short side, at least
@@ -87,21 +86,6 @@ def _cut(line: str, fits: Callable[[str], bool]) -> str:
     """The longest beginning of a line that fits with an ellipsis."""
     lengths = range(len(line))
     return f"{line[: max(bisect_left(lengths, True, key=lambda n: not fits(f'{line[:n]}…')) - 1, 0)]}…"
-
-
-@contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file for writing, which gets its name when it is complete; make its folder."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with part.open("xb") as file:  # as readable as the process's umask lets it be
-            yield file
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def save_png(path: str | os.PathLike[str], images: Tensor, *, columns: int | None = None) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from zoo.data.latents import Entry, Manifest, Writer, write_manifest
+from zoo.data.latent_manifest import Manifest, write_manifest
+from zoo.data.latents import Entry, Writer
 
 SHAPES = {(5, 4, 6): 7, (3, 6, 4): 5, (1, 4, 4): 2}  # frames, height and width in cells -> clips
 CHANNELS, TEXT, LENGTH = 2, 6, 5

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.runs import TINY
 from zoo.data.file_records import BLOCK, BLOCKS, FileRecords
 from zoo.data.latent_folder import LatentFolder
-from zoo.data.latents import UNCONDITIONAL
+from zoo.data.latent_manifest import UNCONDITIONAL
 from zoo.data.protein.folder import ProteinFolder, read_protein
 from zoo.data.video_folder import VideoFolder
 from zoo.training import UserError, ranks

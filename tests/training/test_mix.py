@@ -10,7 +10,7 @@ from tests.support.latent_folders import latent_folder
 from tests.support.refusals import refused
 from tests.support.runs import Runs, alike, metrics, one_of, run_here
 from zoo.data.latent_folder import LatentFolder
-from zoo.data.latents import LatentError
+from zoo.data.latent_manifest import LatentError
 from zoo.data.mix import Mix, dealt, shares_of
 from zoo.training import config as cfg
 from zoo.training.task_lookup import create_task

@@ -13,7 +13,8 @@ from tests.support.clips import played
 from tests.support.inference import frames, infer
 from tests.support.runs import Runs
 from tests.support.slow import long, slow
-from zoo.data.latents import Entry, Manifest, Writer, write_manifest
+from zoo.data.latent_manifest import Manifest, write_manifest
+from zoo.data.latents import Entry, Writer
 from zoo.pictures import title, to_pixels
 from zoo.training import config as cfg
 from zoo.training.outputs.clips import Pixels, decode

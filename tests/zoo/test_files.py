@@ -18,7 +18,8 @@ import zoo
 from tests.support.paths import ROOT, STRUCTURES
 from tests.support.refusals import refused
 from zoo import files, reference
-from zoo.data.latents import LatentError, Manifest, encoded, read_manifest
+from zoo.data.latent_manifest import LatentError, Manifest, read_manifest
+from zoo.data.latents import encoded
 from zoo.data.protein.alignment import read_alignment
 from zoo.data.protein.structure import read_structure
 from zoo.training import UserError, adapter, config, init_weights, verify

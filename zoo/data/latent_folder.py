@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from zoo.data.buckets import Bucket
-from zoo.data.latents import Entry, LatentError, Latents
+from zoo.data.latent_manifest import LatentError
+from zoo.data.latents import Entry, Latents
 from zoo.data.mix import Mix, dealt
 from zoo.data.sampling import hash_seed
 

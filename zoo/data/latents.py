@@ -16,10 +16,8 @@ cells, l tokens, e channels of the text.
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -29,54 +27,19 @@ import torch
 from torch import Tensor
 
 from zoo.data.file_records import FileRecords
+from zoo.data.latent_manifest import (
+    MANIFEST,
+    UNCONDITIONAL,
+    LatentError,
+    Manifest,
+    read_manifest,
+    refuse_other_encoders,
+)
 from zoo.data.progress import counted
 from zoo.data.sampling import frame_range
-from zoo.files import fits, parse_json, read_bytes, read_json, regular
+from zoo.files import parse_json, read_bytes, regular, whole_file
 
-__all__ = ["Entry", "LatentError", "Latents", "Manifest", "Writer", "encoded", "read_manifest", "write_manifest"]
-
-FORMAT = "1"
-MANIFEST, UNCONDITIONAL = "manifest.json", "unconditional.safetensors"
-
-
-class LatentError(ValueError):
-    """A folder or a shard that cannot be used, with the reason and what to do."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The encoders of a folder's clips. Latents are (z - shift) * scale, of about unit variance.
-
-    `shift` and `scale` are one number, or one a channel.
-    """
-
-    vae: str  # the class of the autoencoder, as diffusers calls it
-    vae_path: str  # the folder it was read from
-    vae_hash: str  # of its configuration and weights
-    channels: int  # c
-    factor: tuple[int, int, int]  # pixels a latent cell, in t, h, w
-    causal: bool  # the first frame is encoded alone: t = 1 + (frames - 1) / factor
-    shift: float | tuple[float, ...]
-    scale: float | tuple[float, ...]
-    text: str  # the class of the text encoder
-    text_path: str
-    text_hash: str
-    text_channels: int  # e
-    text_length: int  # most tokens of a caption
-    pooled: str = ""  # the class of a second text encoder, with one vector a caption; "" for none
-    pooled_path: str = ""
-    pooled_hash: str = ""
-    pooled_channels: int = 0
-    image: str = ""  # the class of the encoder of first frames; "" for none
-    image_path: str = ""
-    image_hash: str = ""
-    image_channels: int = 0
-    start: bool = False  # True: clips have the latent of their first frame with empty frames after it
-
-    @property
-    def more(self) -> tuple[str, ...]:
-        """The names of a clip's tensors besides latent and text."""
-        return tuple(name for name in ("image", "pooled", "start") if getattr(self, name))
+__all__ = ["Entry", "Latents", "Writer", "encoded"]
 
 
 @dataclass(frozen=True)
@@ -93,47 +56,6 @@ class Entry:
     tokens: int  # l of its text
     shard: str = field(default="", compare=False)
     place: int = field(default=0, compare=False)
-
-
-def write_manifest(folder: Path, manifest: Manifest, unconditional: Tensor, pooled: Tensor | None = None) -> None:
-    """Begin a folder, or continue one: a LatentError if it has other encoders.
-
-    unconditional, pooled: the embeddings [l, e] and [e] of the empty caption.
-    """
-    from safetensors.torch import save
-
-    if (folder / MANIFEST).exists():
-        _same_encoders(folder, read_manifest(folder), manifest)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    empty = {"text": unconditional} | ({} if pooled is None else {"pooled": pooled})
-    _write(folder / UNCONDITIONAL, save({k: v.contiguous().cpu() for k, v in empty.items()}))
-    _write(folder / MANIFEST, (json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1) + "\n").encode())
-
-
-def read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
-    try:
-        fields = read_json(path, 1 << 20)
-        if fields.pop("format") != FORMAT:
-            raise LatentError(f"{path}: of another version of this package; encode the clips again")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        manifest = Manifest(**values)
-        for name, hint in typing.get_type_hints(Manifest).items():
-            value = getattr(manifest, name)
-            counts = value if isinstance(value, tuple) else (value,)
-            least = 1 if name in ("channels", "factor", "text_channels", "text_length") else -math.inf
-            if not fits(value, hint) or any(not least <= n < math.inf for n in counts if not isinstance(n, str)):
-                raise ValueError(f"{name} is {value!r}")
-        return manifest
-    except FileNotFoundError:
-        if not folder.is_dir():
-            raise LatentError(f"no such folder: {folder}") from None
-        raise LatentError(f"{folder} has no {MANIFEST}: it is not a folder that zoo.video.encode wrote") from None
-    except LatentError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise LatentError(f"{path}: damaged: {error}; encode the clips into a new folder") from None
 
 
 def encoded(folder: Path) -> list[Entry]:
@@ -189,7 +111,7 @@ class Latents:
                 for entry in encoded(root)
             ]
         for other in self.folders[1:]:
-            _same_encoders(other, read_manifest(other), self.manifest)
+            refuse_other_encoders(other, read_manifest(other), self.manifest)
         self._open: dict[str, Any] = {}
         shards = {self.folder / entry.shard for entry in self.entries}
         self.files = FileRecords({*(root / MANIFEST for root in self.folders), self.folder / UNCONDITIONAL, *shards})
@@ -294,7 +216,8 @@ class Writer:
         }
         name = hashlib.sha256("\n".join(clip.name for clip in self._clips).encode()).hexdigest()[:16]
         path = self.folder / f"shard-{name}.safetensors"
-        _write(path, save(self._tensors, header))
+        with whole_file(path, sync=True) as file:
+            file.write(save(self._tensors, header))
         self._clips, self._tensors = [], {}
         return path
 
@@ -366,33 +289,3 @@ def _verify(path: Path) -> None:
 
 def _raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _same_encoders(folder: Path, there: Manifest, here: Manifest) -> None:
-    for what in ("vae", "text", "pooled", "image"):
-        path, known = f"{what}_path", f"{what}_hash"
-        if getattr(there, known) != getattr(here, known):
-            raise LatentError(
-                f"{folder} was begun with the {getattr(there, what)} at {getattr(there, path)}, not with the "
-                f"{getattr(here, what)} at {getattr(here, path)}: their latents do not go together; take a new folder"
-            )
-    if there.start != here.start:
-        raise LatentError(f"{folder} was begun {'with' if there.start else 'without'} first frames; take a new folder")
-    if there.text_length != here.text_length:
-        raise LatentError(
-            f"{folder} was begun for captions of at most {there.text_length} tokens, not {here.text_length}: "
-            f"go on with --text-length {there.text_length}, or take a new folder"
-        )
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file that is complete or absent, even after a power failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

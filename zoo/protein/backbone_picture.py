@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.pictures import whole_file
+from zoo.files import whole_file
 from zoo.protein.metrics import superposed
 
 __all__ = ["save_backbones"]

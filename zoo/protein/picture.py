@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zoo.data.protein.record import Protein
-from zoo.pictures import whole_file
+from zoo.files import whole_file
 from zoo.protein.distogram import CONTACT, distances
 from zoo.protein.metrics import RANGES, range_of_pairs
 

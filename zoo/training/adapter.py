@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo import registry
-from zoo.files import fits, parse_json, read_table, regular
-from zoo.pictures import whole_file
+from zoo.files import fits, parse_json, read_table, regular, whole_file
 from zoo.training.lora import layers
 
 FILE = "pytorch_lora_weights.safetensors"

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zoo.files import opened_to_append, parse_json, read_bytes
-from zoo.pictures import whole_file
+from zoo.files import opened_to_append, parse_json, read_bytes, whole_file
 from zoo.training import UserError, user_error
 
 MOST = 1 << 32  # bytes; a year of steps has less

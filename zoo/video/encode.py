@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from zoo.data.latents import Entry, Manifest, Writer, encoded, write_manifest
+from zoo.data.latent_manifest import Manifest, write_manifest
+from zoo.data.latents import Entry, Writer, encoded
 from zoo.data.video_file import VideoError, read
 from zoo.training import UserError, ranks, user_error
 from zoo.training.console import Console

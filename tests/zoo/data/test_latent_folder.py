@@ -11,7 +11,8 @@ from tests.support.latent_folders import CHANNELS, LENGTH, SHAPES, TEXT, latent_
 from tests.support.refusals import refused
 from zoo.data.buckets import Bucket, bucket_batches, bucket_step
 from zoo.data.latent_folder import LatentFolder
-from zoo.data.latents import LatentError, Latents, Writer, write_manifest
+from zoo.data.latent_manifest import LatentError, write_manifest
+from zoo.data.latents import Latents, Writer
 from zoo.video.clean_frames import noised_frames
 
 wrong = partial(refused, error=LatentError)

@@ -10,7 +10,7 @@ from Bio.PDB.mmcifio import MMCIFIO
 from Bio.PDB.StructureBuilder import StructureBuilder
 
 from zoo.data.protein.record import ATOMS, LETTERS, Protein
-from zoo.pictures import whole_file
+from zoo.files import whole_file
 
 __all__ = ["write_alignment", "write_structure"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.data.protein.record import Protein
 from zoo.data.protein.write import write_structure
-from zoo.pictures import whole_file
+from zoo.files import whole_file
 from zoo.protein.backbone_picture import save_backbones
 from zoo.protein.distogram import CONTACT, distances, edges
 from zoo.protein.metrics import average, contact_precision, distance_lddt, range_of_pairs, rmsd

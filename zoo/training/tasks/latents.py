@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from zoo.contract import SIZES, Conditions, sizes_of
 from zoo.data.buckets import Bucket, bucket_batches, bucket_step
 from zoo.data.latent_folder import LatentFolder, largest_first
-from zoo.data.latents import Entry, Manifest, read_manifest
+from zoo.data.latent_manifest import Manifest, read_manifest
+from zoo.data.latents import Entry
 from zoo.data.mix import shares_of
 from zoo.data.sampling import hash_seed, order
 from zoo.training import UserError, task, user_error
