@@ -295,7 +295,7 @@ def sources_in_place(nodes: list[Node], ops: Sequence[Op], picks: Sequence[Choic
         free = node.kind == "operation" and all(v.free for v in node.bases)
         if free and len(op.outputs) == 1 and not (node.writes or any(needs)):
             [v] = op.outputs
-            offer = next((o for o in node.offers if {o.gives[0]} == used.get(v) and not o.inner), None)
+            offer = next((o for o in node.offers if {o.gives[0]} == used.get(v) and not o.collectives), None)
             if offer is not None:
                 node.offer, needs = offer, base_layouts(node, offer)
                 settled.add(v)

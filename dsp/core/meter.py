@@ -142,7 +142,7 @@ class Meter(NodeMeter):
     """Measures a block of code: peak bytes of the tensors it makes, FLOPs, bytes read and written, and randomness.
 
     `touched` adds up the bytes of each of the `operations` as it runs uncompiled (views do not count), in two parts:
-    [1] counts while `inside` is not 0. `part`: the share of the running operation's FLOPs that its kernel computes.
+    [1] counts while `in_methods` is not 0. `part`: the share of the running operation's FLOPs that its kernel computes.
     `heaviest`: the name of the operation at the peak, or of the last one.
     """
 
@@ -153,7 +153,7 @@ class Meter(NodeMeter):
         self.round += 1  # tensors of an earlier round no longer count when they are freed
         self.releases = ByTensor[Any]()
         self.live = self.peak = self.largest = self.numel = self.flops = self.operations = 0
-        self.touched, self.inside, self.part = [0, 0], 0, 1.0
+        self.touched, self.in_methods, self.part = [0, 0], 0, 1.0
         self.heaviest = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +167,7 @@ class Meter(NodeMeter):
             # an expanded tensor has less memory than its size
             strided = (t for t in tensors_in((args, kwargs)) + outputs if t.layout == torch.strided)
             sizes = (min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in strided)
-            self.touched[self.inside > 0] += sum(sizes)
+            self.touched[self.in_methods > 0] += sum(sizes)
         if not op.makes:
             return out
         for t in out if isinstance(out, (tuple, list)) else (out,):

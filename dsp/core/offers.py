@@ -17,8 +17,8 @@ from dsp.core.carrier import Carrier
 from dsp.core.record import (
     Base,
     BoundStage,
-    InnerCollective,
-    InnerPart,
+    Collective,
+    CollectivePart,
     Layout,
     Node,
     Offer,
@@ -29,7 +29,7 @@ from dsp.core.torch_calls import Operand
 from dsp.core.watch import KernelCall, Watch
 from dsp.core.writes import note_last_writes
 from dsp.planner import MOVES, Value
-from dsp.stages.methods import NOTHING_INSIDE
+from dsp.stages.methods import NO_METHODS
 from dsp.stages.notation import BATCH_NAMES, TensorPattern
 from dsp.stages.stage import Option, Stage, cut_for, fits_fold
 
@@ -145,13 +145,13 @@ def stage_offers(record: Record, node: Node) -> Iterator[Offer]:
 
 
 def stage_offer(
-    node: Node, option: Option, gives: tuple[Layout, ...], inner: tuple[InnerCollective, ...] = ()
+    node: Node, option: Option, gives: tuple[Layout, ...], collectives: tuple[Collective, ...] = ()
 ) -> Offer:
     assert isinstance(node.call, BoundStage)
     stage, nested = node.call.stage, [None] * (len(node.operands) - len(option.cuts))
     local = None if stage.local is None else stage.local(stage, option)
-    methods = node.inside.get(option.name, NOTHING_INSIDE)
-    return Offer((*option.cuts, *nested), gives, (), inner, option.last_resort, local, option, inside=methods)
+    methods = node.methods.get(option.name, NO_METHODS)
+    return Offer((*option.cuts, *nested), gives, (), collectives, option.last_resort, local, option, methods=methods)
 
 
 def unrecorded_offers(node: Node) -> list[Offer]:
@@ -193,13 +193,13 @@ def cuts_behind(t: Ref) -> Iterator[Cut]:
 
 def sums(
     record: Record, option: Option, results: list[tuple[Ref, TensorPattern, dict[str, int]]]
-) -> tuple[InnerCollective, ...]:
+) -> tuple[Collective, ...]:
     """The sums over ranks of a stage's results, of which each rank keeps its shard."""
     collectives = []
     for k, (ref, _, sizes) in enumerate(results):
         total = Value("", ((option.onto, sizes[option.onto]),), ref.dtype.itemsize, numel=ref.shape.numel())  # type: ignore[index, attr-defined]
         sent = MOVES["reduce_scatter"].sent(total, None, option.onto, record.n)
         back = MOVES["gather"].sent(total, option.onto, None, record.n)
-        part = InnerPart(tuple(sent), tuple(back), result=k)
-        collectives.append(InnerCollective("reduce_scatter", "gather", (part,)))
+        part = CollectivePart(tuple(sent), tuple(back), result=k)
+        collectives.append(Collective("reduce_scatter", "gather", (part,)))
     return tuple(collectives)

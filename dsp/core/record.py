@@ -18,7 +18,7 @@ from torch import Tensor
 from dsp.comm.layout import Axis, Cut
 from dsp.core.torch_calls import GlueError, Operand
 from dsp.planner import Value
-from dsp.stages.methods import NOTHING_INSIDE, InsideCost
+from dsp.stages.methods import NO_METHODS, MethodCost
 from dsp.stages.notation import BATCH_NAMES, TensorPattern
 from dsp.stages.stage import Option, Stage
 from dsp.support.private import checkpoint_frame
@@ -110,7 +110,7 @@ class LocalFunction(Protocol):
         """Return a function from the parts of the operands to the parts of the results."""
 
 
-class InnerPart(NamedTuple):
+class CollectivePart(NamedTuple):
     """The part of a tensor in a collective inside an offer: bytes that each rank sends, and sends in backward.
 
     operand, result: the numbers of the tensors between which it lies (None: all of them); it has a backward if both get
@@ -124,7 +124,7 @@ class InnerPart(NamedTuple):
     move: Relayout | None = None
 
 
-class InnerCollective(NamedTuple):
+class Collective(NamedTuple):
     """A collective that an offer makes inside: its kind, that of its adjoint, and what it carries.
 
     early: it runs before the operation saves anything for backward; calls: the pieces in which it is made.
@@ -132,7 +132,7 @@ class InnerCollective(NamedTuple):
 
     kind: str
     adjoint: str
-    parts: tuple[InnerPart, ...]
+    parts: tuple[CollectivePart, ...]
     early: bool = False
     calls: int = 1
 
@@ -142,31 +142,31 @@ class Offer:
     """A way to run a node on parts.
 
     needs, gives: the cuts of its operands and results; sizes: the global length of each result along its cut, where the
-    record does not say; inner: the collectives inside; last_resort: it shards the batch; local: makes the function that
+    record does not say; collectives: those inside; last_resort: it shards the batch; local: makes the function that
     runs on parts (None: the node's call runs on them unchanged); option: of a stage, the dim that it is sharded along;
-    takes_empty: of a stage, its function takes empty parts, and gives results in whatever layouts `gives` has; inside:
+    takes_empty: of a stage, its function takes empty parts, and gives results in whatever layouts `gives` has; methods:
     the cost of its modules that communicate themselves.
     """
 
     needs: tuple[Layout, ...]
     gives: tuple[Layout, ...] = ()
     sizes: tuple[int | None, ...] = ()
-    inner: tuple[InnerCollective, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     last_resort: bool = False
     local: LocalFunction | None = None
     option: Option | None = None
     takes_empty: bool = False
-    inside: InsideCost = field(default=NOTHING_INSIDE, compare=False)
+    methods: MethodCost = field(default=NO_METHODS, compare=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the busiest rank sends inside."""
-        inner = max(map(sum, zip(*[part.sent for c in self.inner for part in c.parts])), default=0)
-        return inner + sum(nbytes for nbytes, _ in self.inside.sends.forward.values())
+        nbytes = max(map(sum, zip(*[part.sent for c in self.collectives for part in c.parts])), default=0)
+        return nbytes + sum(sent for sent, _ in self.methods.sends.forward.values())
 
     @property
     def calls(self) -> int:
-        return sum(c.calls for c in self.inner) + sum(calls for _, calls in self.inside.sends.forward.values())
+        return sum(c.calls for c in self.collectives) + sum(calls for _, calls in self.methods.sends.forward.values())
 
 
 class Operation(NamedTuple):
@@ -181,7 +181,7 @@ class Cost(NamedTuple):
     """The cost of a node on one process: FLOPs; bytes read and written, of the largest tensor it makes, of its work,
     and kept for backward.
 
-    inside: bytes touched in modules of a stage that communicate themselves; operations: those that are not views;
+    in_methods: bytes touched in modules of a stage that communicate themselves; operations: those that are not views;
     recomputed: it runs again in backward; restarts: so does a checkpoint of which it is the first node, from its
     operands, which are kept; itself: the stage is such a checkpoint; parameters: it reads parameters alone; numel:
     elements of the largest tensor.
@@ -192,7 +192,7 @@ class Cost(NamedTuple):
     largest: int = 0
     work: int = 0
     saved: int = 0
-    inside: int = 0
+    in_methods: int = 0
     operations: int = 0
     recomputed: bool = False
     restarts: bool = False
@@ -247,8 +247,8 @@ class Node:
 
     Its surroundings. checkpointed: it lies in an activation checkpoint; regions: the places in the checkpoints around
     it, the outermost first; operand_grads, result_grads: through it these get a gradient from the outputs; cost: of its
-    run on one process, if measured; inside: of a stage, the cost of its modules that communicate themselves, by the dim
-    that it is sharded along.
+    run on one process, if measured; methods: of a stage, the cost of its modules that communicate themselves, by the
+    dim that it is sharded along.
 
     The decision. offers: the ways to run it; offer: that which was chosen; moves: before it; push: for each result, the
     layout to which it is switched as soon as it is made (None: none); like: the planned node whose decision it follows,
@@ -284,7 +284,7 @@ class Node:
     operand_grads: tuple[bool, ...] = ()
     result_grads: tuple[bool, ...] = ()
     cost: Cost = FREE
-    inside: dict[str | None, InsideCost] = field(default_factory=dict)
+    methods: dict[str | None, MethodCost] = field(default_factory=dict)
 
     offers: list[Offer] = field(default_factory=list)
     offer: Offer | None = None

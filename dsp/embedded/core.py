@@ -62,22 +62,22 @@ class Distributed:
         """Replace the module's forward, once, even if several models (for training and sampling) share the module."""
         forward = self.module.__dict__.get("forward")
         if isinstance(forward, _Forward):
-            if type(forward.inside) is not type(self):
-                raise ValueError(f"{self.name!r} is already run by {forward.inside.label}; build a new model")
+            if type(forward.method) is not type(self):
+                raise ValueError(f"{self.name!r} is already run by {forward.method.label}; build a new model")
             return
         self.module.forward = _Forward(self, self.module.forward)
 
 
 class _Forward:
-    def __init__(self, inside: Distributed, forward: Callable[..., Any]) -> None:
-        self.inside, self.forward = inside, forward
+    def __init__(self, method: Distributed, forward: Callable[..., Any]) -> None:
+        self.method, self.forward = method, forward
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = place_of_call()
         if place is None:
-            return self.inside.alone(self.forward, args, kwargs)
-        return self.inside.run(place, self.forward, args, kwargs)
+            return self.method.alone(self.forward, args, kwargs)
+        return self.method.run(place, self.forward, args, kwargs)
 
 
 class AttentionCore(Distributed):

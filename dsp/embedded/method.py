@@ -64,10 +64,10 @@ def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[...
             stage.reach = along
             if switched and stage.name not in grids:
                 grids[stage.name] = stage.around = Grid(stage, along)
-                stage.inside.append(grids[stage.name])
-            inside = kind.of(core, stage, along)
-            inside.grid = grids.get(stage.name)
-            stage.inside.append(inside)
+                stage.methods.append(grids[stage.name])
+            method = kind.of(core, stage, along)
+            method.grid = grids.get(stage.name)
+            stage.methods.append(method)
         return stages, root
 
     return prepare
@@ -86,7 +86,7 @@ def megatron_sp(model: nn.Module, along: str | None = None) -> Prepared:
                 f"'{stage.pattern.text}'"
             )
         stage.reach = along
-        stage.inside.append(region)
+        stage.methods.append(region)
     return stages, root
 
 
@@ -96,7 +96,7 @@ def megatron_lm(model: nn.Module) -> Prepared:
     for stage in stages:
         stage.whole = True
     for region, stage in _regions("megatron_lm", model, stages):
-        stage.inside.append(region)
+        stage.methods.append(region)
     return stages, root
 
 
@@ -203,12 +203,12 @@ def parallelize(
     if axis.size > 1:
         cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))
         for stage in stages:
-            stage.local = PlacedStage if stage.inside else None
+            stage.local = PlacedStage if stage.methods else None
         install(model, axis, stages, root, gather_output, overlap=cut)
         for stage in stages:
-            for inside in stage.inside:
-                if isinstance(inside, Distributed):
-                    inside.install(axis)
+            for module in stage.methods:
+                if isinstance(module, Distributed):
+                    module.install(axis)
     return model
 
 

@@ -16,7 +16,7 @@ from dsp.core.offers import cut_behind
 from dsp.core.record import Base, Layout, Node, Offer, Record, Ref, replicated
 from dsp.glue.local import LocalRule, outcome_of
 from dsp.glue.rules import Outcome
-from dsp.glue.traffic import inner_collectives
+from dsp.glue.traffic import collectives_of
 
 ROWS = frozenset({"getitem", "select"})
 DEPTH = 64  # most operations between that which asks for a cut and the place where its tensor is smallest
@@ -40,7 +40,7 @@ def gather_once(record: Record, longest: int) -> None:
 
 def cuts_of_sent_rows(node: Node) -> list[Cut]:
     """The cuts of an operand under which one rank sends a row of it to all."""
-    return [need for o in node.offers if o.inner and not any(o.gives) for need in o.needs if need is not None]
+    return [need for o in node.offers if o.collectives and not any(o.gives) for need in o.needs if need is not None]
 
 
 class EarlierCuts:
@@ -92,7 +92,7 @@ class EarlierCuts:
         outcome = outcome_of(node, needs, self.record.n)
         if outcome is None:
             return None
-        changes = outcome.cut != cut or outcome.sizes or inner_collectives(node, needs, outcome, self.record.n)
+        changes = outcome.cut != cut or outcome.sizes or collectives_of(node, needs, outcome, self.record.n)
         return None if changes else (needs, outcome)
 
     def add(self, node: Node, cut: Cut) -> None:

@@ -27,7 +27,7 @@ from dsp.glue.lookahead import EarlierCuts, gather_once
 from dsp.glue.positions import refuse_positions
 from dsp.glue.rules import Frame, Outcome
 from dsp.glue.sources import SourceWatch, source_offers
-from dsp.glue.traffic import inner_collectives
+from dsp.glue.traffic import collectives_of
 
 log = logging.getLogger("dsp")
 
@@ -112,7 +112,7 @@ class Combinations:
 
     @property
     def stuck(self) -> bool:
-        return (self.refusal is not None or any(o.inner for o in self.offers)) and not self.passes
+        return (self.refusal is not None or any(o.collectives for o in self.offers)) and not self.passes
 
     @property
     def torn(self) -> bool:
@@ -223,14 +223,14 @@ class Combinations:
     ) -> None:
         """Add the offer of an outcome, and what it says of the node."""
         node, cut = self.node, outcome.cut
-        inner = inner_collectives(node, needs, outcome, self.record.n)
+        collectives = collectives_of(node, needs, outcome, self.record.n)
         view = cut is not None and outcome.view
         self.views, self.rearranges = self.views and view, self.rearranges and view
         batch = cut is not None and self.is_batch(cut, layout)
-        self.passes |= cut is not None and not (inner or batch or any_joined((cut, *needs)))
+        self.passes |= cut is not None and not (collectives or batch or any_joined((cut, *needs)))
         results = len(node.results) or MOST
         sizes = outcome.sizes or (outcome.size,) * results
-        self.offers.append(Offer(needs, outcome.cuts or (cut,) * results, sizes, inner, batch, local))
+        self.offers.append(Offer(needs, outcome.cuts or (cut,) * results, sizes, collectives, batch, local))
 
     def refuse(self, error: Exception) -> None:
         """Note that the rule takes no such layout. An error that it did not mean to raise is logged: the node may run

@@ -88,7 +88,7 @@ def refuse_positions(
     """
     assert isinstance(node.call, BoundStage)
     stage, full = node.call.stage, reads_of(calls)
-    methods = stage.inside or stage.around is not None
+    methods = stage.methods or stage.around is not None
     for option in node.call.options if not methods and any(any(reads.of) for reads in full) else ():
         if option.name is None or option.onto is not None:
             continue

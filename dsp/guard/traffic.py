@@ -107,7 +107,7 @@ class PlannedTraffic:
         self.grown = record.replans > 0
         self.phases = {phase: Counts() for phase in SAID}
         for route in routed(record, planned_transfers(record), axis.ways or STRAIGHT):
-            for t in route.legs if not route.transfer.inside else ():
+            for t in route.legs if not route.transfer.by_method else ():
                 self.phases[t.phase].add(t.node, t.kind, t.calls, t.sent[axis.rank])
         self.returns = not self.grown and any(self.phases[phase].calls for phase in ("backward", "recompute"))
 

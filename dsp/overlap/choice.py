@@ -18,7 +18,7 @@ from dsp.comm.wire import Wire
 from dsp.core.decide import Decision
 from dsp.core.meter import forwards
 from dsp.core.module_calls import StageCall
-from dsp.core.record import BoundStage, InnerCollective, InnerPart, Node, Offer, Record, Ref, Relayout
+from dsp.core.record import BoundStage, Collective, CollectivePart, Node, Offer, Record, Ref, Relayout
 from dsp.overlap.hidden import Overlapped, Phase
 from dsp.overlap.options import MOST, Overlap
 from dsp.overlap.pieces import InPieces
@@ -179,7 +179,7 @@ class Overlaps:
             one,
             needs=tuple(pieces.arriving.get(k, need) for k, need in enumerate(one.needs)),
             gives=tuple(pieces.leaving.get(k, cut) for k, cut in enumerate(one.gives)),
-            inner=(*one.inner, *(InnerCollective("switch", "switch", (part,), calls=count) for part in parts)),
+            collectives=(*one.collectives, *(Collective("switch", "switch", (part,), calls=count) for part in parts)),
             local=pieces,  # type: ignore[arg-type]  # of a stage, whose function takes the arguments of its module
             takes_empty=True,
         )
@@ -191,10 +191,10 @@ class Overlaps:
             if m.after >= 0 and (number := self.result(m)) is not None:
                 self.nodes[m.after].push[number] = None
 
-    def part(self, m: Move, count: int, arrives: bool) -> InnerPart:
+    def part(self, m: Move, count: int, arrives: bool) -> CollectivePart:
         """A switch as what an offer sends inside."""
         sent, back = sent_in_pieces(self.values[m.value], m.src, m.dst, self.size, count, arrives)
-        return InnerPart(sent, back, move=Relayout(self.decision.bases[m.value], m.src, m.dst))
+        return CollectivePart(sent, back, move=Relayout(self.decision.bases[m.value], m.src, m.dst))
 
 
 def cuts(moves: Mapping[int, Move], end: str) -> dict[int, Layout]:
@@ -209,7 +209,7 @@ def reasons(node: Node, offer: Offer, option: Option) -> Iterator[str]:
     outputs = [r.memory for r in node.results]
     patterns = [p for p in (*stage.pattern.inputs, *stage.pattern.outputs) if option.name in p.names]
     against = {
-        "it communicates inside": bool(stage.inside) or stage.around is not None or offer.local is not None,
+        "it communicates inside": bool(stage.methods) or stage.around is not None or offer.local is not None,
         "its results are sums, added up over ranks first": option.onto is not None,
         "it draws random numbers": node.draws,
         "it writes to what it keeps or was given": node.stateful or bool(node.writes),

@@ -63,7 +63,7 @@ class Loads:
         """The busiest rank's share of an op: its chunk of the sharded dim, or everything."""
         if step.option is not None and isinstance(step.node.call, BoundStage):
             stage, sizes, _ = step.node.call
-            if stage.whole and stage.inside:  # its weights are cut instead
+            if stage.whole and stage.methods:  # its weights are cut instead
                 return 1 / self.size
             if stage.around is not None and step.option.name is not None:
                 return stage.around.share(sizes, self.size)
@@ -99,7 +99,7 @@ class Loads:
     @property
     def busiest(self) -> float:
         """The FLOPs of a step on the busiest rank."""
-        surplus = [forwards(s.node) * (s.node.offer.inside.surplus if s.node.offer else 0) for s in self.steps]
+        surplus = [forwards(s.node) * (s.node.offer.methods.surplus if s.node.offer else 0) for s in self.steps]
         return sum((work + more) * share for work, more, share in zip(self.flops, surplus, self.shares))
 
     @property
@@ -107,9 +107,9 @@ class Loads:
         """Bytes that the busiest rank reads and writes in a step: its share; outside of cut weights, everything."""
         total = 0.0
         for step, share in zip(self.steps, self.shares):
-            call, (inside, every) = step.node.call, (step.node.cost.inside, step.node.cost.touched)
+            call, (in_methods, every) = step.node.call, (step.node.cost.in_methods, step.node.cost.touched)
             outside = 1.0 if isinstance(call, BoundStage) and call.stage.whole else share
-            total += forwards(step.node) * ((every - inside) * outside + inside * share)
+            total += forwards(step.node) * ((every - in_methods) * outside + in_methods * share)
         return total
 
     @property
@@ -222,10 +222,10 @@ class TableRows:
             cut = f" in {self.pieces[m]}" if m in self.pieces else ""
             texts.append(f"gather {src}" if m.kind == "gather" else f"{src} → {end}{cut}")
         if step.choice.bytes and step.node.offer is not None:
-            kinds = [c.kind.replace("_", "-") for c in step.node.offer.inner]
+            kinds = [c.kind.replace("_", "-") for c in step.node.offer.collectives]
             if step.option is not None and step.option.onto:
                 kinds = [f"+{along} → {step.option.onto}"]
             call = step.node.call
-            methods = [method.label for method in call.stage.inside] if isinstance(call, BoundStage) else []
+            methods = [method.label for method in call.stage.methods] if isinstance(call, BoundStage) else []
             texts += dict.fromkeys([*methods, *kinds])
         return ", ".join(texts)

@@ -19,7 +19,7 @@ from dsp.core.carrier import LOCAL, Carrier
 from dsp.core.meter import Meter, facts, unpack, visible
 from dsp.core.record import BoundStage, Cost, Node, Record
 from dsp.core.skeleton import checkpointed
-from dsp.stages.methods import NOTHING_INSIDE, InsideCost, StageMethod
+from dsp.stages.methods import NO_METHODS, MethodCost, StageMethod
 from dsp.stages.stage import clean
 from dsp.support.private import FLEX, checkpoint_frame, compiled_callers, saving_hooks, storage_id
 from dsp.support.source_lines import line_now
@@ -53,7 +53,7 @@ class Measure(Meter):
         super().__init__()
         self.record, self.recompute = record, recompute
         self.stage: Node | None = None  # that runs
-        self.methods: dict[str | None, InsideCost] = {}
+        self.methods: dict[str | None, MethodCost] = {}
         self.loads: list[tuple[dict[str | None, float], int]] = []  # of the modules that run
         followed = set[int]()  # equal stages share modules
         for path, method in methods:
@@ -141,37 +141,38 @@ class Measure(Meter):
         _, sizes, options = self.stage.call
         n = self.record.n
         for name in (option.name for option in options):
-            before = self.methods.get(name, NOTHING_INSIDE)
+            before = self.methods.get(name, NO_METHODS)
             self.methods[name] = before._replace(sends=before.sends + method.sends(args, kwargs, name, sizes, n))
         self.loads.append(({o.name: method.load(args, kwargs, o.name, sizes, n) for o in options}, self.flops))
-        self.inside += 1
+        self.in_methods += 1
 
     def leave(self, *_: Any) -> None:
         if self.stage is None:
             return
-        self.inside -= 1
+        self.in_methods -= 1
         loads, flops = self.loads.pop()
         for name, load in loads.items():
             cost = self.methods[name]
             self.methods[name] = cost._replace(surplus=cost.surplus + (load - 1) * (self.flops - flops))
 
-    def value(self, node: Node) -> tuple[Any, Cost, dict[str | None, InsideCost]]:
+    def value(self, node: Node) -> tuple[Any, Cost, dict[str | None, MethodCost]]:
         kept = self.keep()
         if node.kind == "stage":  # as if no other node had kept it: equal calls share the cost
             kept = sum(
                 storage.nbytes()
                 for storage in storages(t for t in self.saved if not isinstance(t, nn.Parameter)).values()
             )
-        outside, inside = self.touched
+        outside, in_methods = self.touched
         cost = Cost(
-            self.flops, outside + inside, self.largest, self.peak, kept, inside, self.operations, numel=self.numel
-        )
+            self.flops, outside + in_methods, self.largest, self.peak, kept, in_methods, self.operations,
+            numel=self.numel,
+        )  # fmt: skip
         return super().value(node), cost, self.methods
 
-    def write(self, node: Node, value: tuple[Any, Cost, dict[str | None, InsideCost]]) -> None:
+    def write(self, node: Node, value: tuple[Any, Cost, dict[str | None, MethodCost]]) -> None:
         self.add_plain()
         super().write(node, value[0])
-        frame, cost, node.inside = checkpoint_frame(), *value[1:]
+        frame, cost, node.methods = checkpoint_frame(), *value[1:]
         itself = isinstance(node.call, BoundStage) and checkpointed(node.call.stage.module.__dict__.get("forward"))
         itself_or_asked = itself or (node.kind == "stage" and self.recompute and torch.is_grad_enabled())
         repeats = itself_or_asked or frame is not None

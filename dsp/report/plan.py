@@ -142,7 +142,7 @@ def plan_stages(
     compiled = [*meter.compiled, *(clean(path) for path, m in between if wraps_compiled(m))]
     plan = replace(
         plan, reads=meter.reads, compiled=compiled, chosen=not any(stage.whole for stage in stages),
-        cut_weights=sum(method.cut for stage in stages for method in stage.inside),
+        cut_weights=sum(method.cut for stage in stages for method in stage.methods),
     )  # fmt: skip
     if not advise:
         return plan
@@ -191,7 +191,7 @@ def recorded(
         return record, meter
 
     paths = {id(m): path for path, m in model.named_modules()}
-    methods = [(paths[id(method.module)], method) for stage in stages for method in stage.inside]
+    methods = [(paths[id(method.module)], method) for stage in stages for method in stage.methods]
     try:
         return run(data=False)
     except (NotationError, GlueError):

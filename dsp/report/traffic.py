@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dsp.comm.collectives import added_in
 from dsp.comm.layout import separable
 from dsp.core.decide import as_value
-from dsp.core.record import Base, InnerCollective, InnerPart, Layout, Node, Offer, Record, Ref, Relayout, replicated
+from dsp.core.record import Base, Collective, CollectivePart, Layout, Node, Offer, Record, Ref, Relayout, replicated
 from dsp.planner import MOVES, Value, fuses
 from dsp.planner.problem import kind_of
 from dsp.stages.methods import Sent, add_sent
@@ -27,7 +27,7 @@ class Transfer(NamedTuple):
 
     phase: "forward", "backward" or "recompute"; node: the node that makes it, or whose collective it is the adjoint of
     (None: a gradient of the model's inputs); calls: 0 where another part counts the call; sent: bytes of each rank;
-    move: of a switch or gather; pieces: those in which it is made, each directly and in a call of its own; inside: a
+    move: of a switch or gather; pieces: those in which it is made, each directly and in a call of its own; by_method: a
     module inside of a stage sends it itself, and its bytes are those of the busiest rank.
     """
 
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
     sent: tuple[int, ...]
     move: Relayout | None = None
     pieces: int = 1
-    inside: bool = False
+    by_method: bool = False
 
 
 def planned_transfers(record: Record, save_exchanges: bool = False) -> list[Transfer]:
@@ -60,15 +60,15 @@ def planned_transfers(record: Record, save_exchanges: bool = False) -> list[Tran
     for region in range(len(record.saved)):
         transfers += recomputed(record, forward, region, save_exchanges)
     for node in record.nodes:
-        transfers += inside_stage(record, node, save_exchanges)
+        transfers += by_methods(record, node, save_exchanges)
     return transfers
 
 
-def inside_stage(record: Record, node: Node, save_exchanges: bool) -> Iterator[Transfer]:
+def by_methods(record: Record, node: Node, save_exchanges: bool) -> Iterator[Transfer]:
     """The transfers of modules inside of a stage, without those that checkpoints around it repeat."""
     if node.offer is None:
         return
-    sends, grad = node.offer.inside.sends, any(node.result_grads)
+    sends, grad = node.offer.methods.sends, any(node.result_grads)
     repeats = grad and node.cost.itself and not save_exchanges
     phases = ("forward", sends.forward), ("backward", sends.backward if grad else {})
     for phase, sent in (*phases, ("recompute", sends.recompute if repeats else {})):
@@ -77,7 +77,7 @@ def inside_stage(record: Record, node: Node, save_exchanges: bool) -> Iterator[T
 
 def by_modules(record: Record, phase: str, node: Node, sent: Sent) -> Iterator[Transfer]:
     for kind, (nbytes, calls) in sent.items():
-        yield Transfer(phase, node, kind, calls, (nbytes,) * record.n, inside=True)
+        yield Transfer(phase, node, kind, calls, (nbytes,) * record.n, by_method=True)
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class Walk:
         self.cuts, self.copies = cuts, copies
         self.transfers: list[Transfer] = []
         self.groups: list[list[NewCopy]] = []
-        self.inner: list[tuple[Node, InnerCollective]] = []
+        self.collectives: list[tuple[Node, Collective]] = []
 
     def start(self, ref: Ref, cut: Layout) -> Copy:
         """Note a base that is made in a layout."""
@@ -132,10 +132,10 @@ class Walk:
             return
         offer = self.offer(node)
         self.bring(node, offer)
-        for c in offer.inner:
+        for c in offer.collectives:
             if c.early or ends:
                 self.transfers += transfers_of(self.phase, node, c, c.parts)
-                self.inner.append((node, c))
+                self.collectives.append((node, c))
         if not ends:
             return
         if node.in_place and isinstance(target := node.operands[0], Ref):
@@ -246,7 +246,7 @@ class Walk:
         """The transfers of backward."""
         for switches in self.groups:
             yield from self.moved("backward", switches)
-        for node, c in self.inner:
+        for node, c in self.collectives:
             back = [part for part in c.parts if differentiated(node, part)]
             if any(any(part.back) for part in back):
                 yield from transfers_of("backward", node, c, back)
@@ -258,14 +258,14 @@ def value_of(record: Record, base: Base, phase: str) -> Value:
     return value.gradient if phase == "backward" else value
 
 
-def differentiated(node: Node, part: InnerPart) -> bool:
+def differentiated(node: Node, part: CollectivePart) -> bool:
     """Tell whether a part of a collective inside a node has a backward."""
     by_operand = part.operand is None or node.operand_grads[part.operand : part.operand + 1] == (True,)
     each = node.result_grads if part.result is None else node.result_grads[part.result : part.result + 1]
     return by_operand and any(each)
 
 
-def transfers_of(phase: str, node: Node, c: InnerCollective, parts: Sequence[InnerPart]) -> list[Transfer]:
+def transfers_of(phase: str, node: Node, c: Collective, parts: Sequence[CollectivePart]) -> list[Transfer]:
     """One collective with several parts."""
     if phase != "backward":
         moves = [(part.sent, part.move) for part in parts]
@@ -295,7 +295,7 @@ def recomputed(record: Record, forward: Walk, region: int, save_exchanges: bool 
         if node.offer is not None and any(node.result_grads):
             # a stage is recomputed to its end: it saves tensors after it sends; one that is itself a checkpoint, the
             # last that its region saves, is left at its inputs
-            sends, entered = node.offer.inside.sends, not node.cost.itself or ends
+            sends, entered = node.offer.methods.sends, not node.cost.itself or ends
             sent = [
                 sends.before,
                 sends.after if ends else {},

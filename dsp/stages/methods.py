@@ -40,7 +40,7 @@ class CommBytes:
         )
 
 
-class InsideCost(NamedTuple):
+class MethodCost(NamedTuple):
     """The cost of the modules that communicate in a stage call: what they send, and the FLOPs of the busiest rank
     beyond an equal share, at full size."""
 
@@ -48,7 +48,7 @@ class InsideCost(NamedTuple):
     surplus: float = 0.0
 
 
-NOTHING_INSIDE = InsideCost()
+NO_METHODS = MethodCost()
 
 
 class StageMethod(Protocol):

@@ -45,7 +45,7 @@ class Option:
 class Stage:
     """A submodule and its pattern.
 
-    inside: its submodules that communicate by themselves. reach: a dim that the stage computes over, and is sharded
+    methods: its submodules that communicate by themselves. reach: a dim that the stage computes over, and is sharded
     along (and along no other) thanks to them. whole: the stage is sharded along no dim, whatever its pattern says.
     around: a method that runs the stage in another layout, which only the stage sees. local: makes the local function
     of an offer (`dsp.core.record.LocalFunction`), where the module's own call will not do.
@@ -59,7 +59,7 @@ class Stage:
         except NotationError as error:
             raise NotationError(f"{self.where}: {error}") from None
         self.signature = Signature(module, self.pattern, self.where)
-        self.inside: list[StageMethod] = []
+        self.methods: list[StageMethod] = []
         self.around: StageWrapper | None = None
         self.reach: str | None = None
         self.whole = False
@@ -90,7 +90,7 @@ class Stage:
         """The dims that this call can be sharded along over n ranks, batch last; if there is none, it runs whole."""
         options = []
         names = self.pattern.free if self.reach is None else (self.reach,)
-        sums = self.pattern.summed if not (self.inside or self.around or self.reach) else ()
+        sums = self.pattern.summed if not (self.methods or self.around or self.reach) else ()
         for name in (*names, *sums) if not self.whole else ():
             if sizes.get(name, 1) < 2:
                 continue
