@@ -88,7 +88,7 @@ class Unplanned:
                 return
             self.count += 1
             self.record.nodes.append(node)
-        self.number(node, offer, tensors, shapes)
+        self.add_results(node, offer, tensors, shapes)
 
     def of_sizes(self, node: Node, offer: Offer, tensors: Sequence[Tensor]) -> Node:
         """The node for results of these sizes: `node`, or another one if data say the sizes."""
@@ -100,17 +100,17 @@ class Unplanned:
             self.count += 1
             node.by_sizes[shapes] = new = replace(node, results=[], push=[], by_sizes={})
             self.record.nodes.append(new)
-            self.number(new, offer, tensors, shapes)
+            self.add_results(new, offer, tensors, shapes)
         return node.by_sizes[shapes]
 
-    def number(self, node: Node, offer: Offer, tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> None:
+    def add_results(self, node: Node, offer: Offer, tensors: Sequence[Tensor], shapes: Sequence[torch.Size]) -> None:
         """Give a node its results, of these global shapes."""
         for t, cut, shape in zip(tensors, offer.gives, shapes):
             self.result(node, t, shape, cut)
         share_memory(node)
 
     def stage_results(self, stage: Stage, node: Node, results: Sequence[Tensor], rows: int) -> Offer:
-        """Number the results of a stage, from those on this rank's part, and return the offer with their cuts."""
+        """Give a stage's node its results, from those on this rank's part, and return the offer with their cuts."""
         assert node.offer is not None
         assert node.offer.option is not None
         sizes, option, gives = node.call.sizes, node.offer.option, list[Layout]()  # type: ignore[union-attr]

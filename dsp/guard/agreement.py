@@ -37,7 +37,7 @@ SPARSE = {  # what a sparse tensor consists of
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
     torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
 }
-NEW = 2**60  # added to the number of a call whose record no earlier call had; other numbers are below
+NEW = 2**60  # added to the digest of a call whose record no earlier call had; other digests are below
 DIFFER = (
     "the ranks of one sequence-parallel group made different plans for the same inputs. Probably their models branch "
     "differently, because of a flag, an environment variable or a random number that torch did not draw. Let every "
@@ -124,7 +124,7 @@ def sums_of(axis: Axis, tensors: list[tuple[str, Tensor]]) -> Tensor:
 def same(axis: Axis, key: Any) -> bool:
     """Tell whether the repr of `key` is the same on all ranks. A rank sends 8 bytes."""
     device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
-    return alike(gathered(axis, torch.tensor([number(key)], device=device)))
+    return alike(gathered(axis, torch.tensor([digest_of(key)], device=device)))
 
 
 def gathered(axis: Axis, mine: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def source() -> str:
     return hashlib.blake2b(b"".join(f.read_bytes() for f in files), digest_size=7).hexdigest()
 
 
-def number(key: Any) -> int:
+def digest_of(key: Any) -> int:
     """The hash of a key's repr, as a number that fits an int64."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
@@ -169,9 +169,9 @@ class Agreement:
         self.device = "cuda" if axis.mesh.device_type == "cuda" else "cpu"
         self.pending: Any = None
         self.aside: Any = None  # on CUDA: a stream, and the pinned host memory that it copies into
-        self.numbers: dict[int, Tensor] = {}  # numbers already copied to the device
+        self.digest_rows: dict[int, Tensor] = {}  # numbers already copied to the device
         self.nothing: Tensor | None = None  # a zero on the device
-        self.numbers_of = dict[Record, int]()  # of records that were compared: a hash of what they depend on
+        self.digests = dict[Record, int]()  # of records that were compared: a hash of what they depend on
         self.row = np.zeros(ROW, dtype=np.int64)  # the row to send, on the host; `sent` shares its memory
         self.sent = torch.from_numpy(self.row), torch.zeros(axis.size * ROW, dtype=torch.int64)
 
@@ -185,20 +185,20 @@ class Agreement:
         ahead: on CPU `finish` will be called before the first collective. Raise RuntimeError on every rank if ranks
         differ.
         """
-        record, new = call.record, call.record not in self.numbers_of
+        record, new = call.record, call.record not in self.digests
         if new:
-            if len(self.numbers_of) >= RECORDS:
-                del self.numbers_of[next(iter(self.numbers_of))]
-            self.numbers_of[record] = number(call.key)
-        way = self.numbers_of[record] + len(record.nodes) + NEW * new
+            if len(self.digests) >= RECORDS:
+                del self.digests[next(iter(self.digests))]
+            self.digests[record] = digest_of(call.key)
+        way = self.digests[record] + len(record.nodes) + NEW * new
         self.start(call.leaves, call.spec, way, wait=new or not record.planned or not ahead)
         if new:
             same_weights(self.axis, self.model)
             if not same(self.axis, plan_key(record)):
                 raise RuntimeError(DIFFER)
 
-    def start(self, leaves: list[Any], spec: Any, number: int, *, wait: bool) -> None:
-        """Start to compare the inputs, given as leaves and spec; `number`: a hash of everything else to compare."""
+    def start(self, leaves: list[Any], spec: Any, digest: int, *, wait: bool) -> None:
+        """Start to compare the inputs, given as leaves and spec; `digest`: of everything else to compare."""
         if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
             self.due = False
             return  # a CUDA graph is being captured: earlier calls have compared what it replays
@@ -207,15 +207,15 @@ class Agreement:
         self.due = self.calls & (self.calls - 1) == 0 or self.calls % EVERY == 0
         weights = replicated(self.axis, self.model) if self.due else []
         if float in map(type, leaves):  # no signature has their values
-            number ^= zlib.crc32(repr([v for v in leaves if type(v) is float]).encode())
+            digest ^= zlib.crc32(repr([v for v in leaves if type(v) is float]).encode())
         checked = [i for i, v in enumerate(leaves) if compared(v)]
         whole = [leaves[i] if leaves[i].layout not in SPARSE else bytes_of(leaves[i]) for i in checked]
         if self.device == "cuda":
-            mine = self.on_device(number, whole, weights)
+            mine = self.on_device(digest, whole, weights)
             everyone = mine.new_empty(self.axis.size * ROW)
             arrived, answer = self.to_host(all_gather(everyone, mine, self.group), everyone)
         else:
-            self.row[:-1] = on_host(number, whole)
+            self.row[:-1] = on_host(digest, whole)
             self.row[-1] = int(checksum(sums_of(self.axis, weights))) if weights else 0
             mine, everyone = self.sent
             arrived, answer = all_gather(everyone, mine, self.group).wait, everyone
@@ -223,7 +223,7 @@ class Agreement:
         if wait:
             self.finish()
 
-    def on_device(self, number: int, tensors: list[Tensor], weights: list[tuple[str, Tensor]]) -> Tensor:
+    def on_device(self, digest: int, tensors: list[Tensor], weights: list[tuple[str, Tensor]]) -> Tensor:
         """The row of numbers that this rank sends, made without a synchronisation with the device."""
         # checksums of host tensors move to the device: an asynchronous copy to the host could be read too early
         sums = [checksum(t.detach()).to(self.device, non_blocking=True) for t in tensors]
@@ -232,12 +232,12 @@ class Agreement:
         if self.nothing is None:
             self.nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         blank = self.nothing.expand(SLOTS - len(sums))
-        if number not in self.numbers:
-            if len(self.numbers) >= 1024:
-                self.numbers.clear()
-            self.numbers[number] = torch.tensor([number], dtype=torch.int64, device=self.device)
+        if digest not in self.digest_rows:
+            if len(self.digest_rows) >= 1024:
+                self.digest_rows.clear()
+            self.digest_rows[digest] = torch.tensor([digest], dtype=torch.int64, device=self.device)
         last = checksum(sums_of(self.axis, weights)) if weights else self.nothing
-        return torch.cat([self.numbers[number], *sums, blank, last])
+        return torch.cat([self.digest_rows[digest], *sums, blank, last])
 
     def to_host(self, work: Any, everyone: Tensor) -> tuple[Any, Tensor]:
         """A function that waits for the answer, and the host tensor that has it then.
@@ -314,9 +314,9 @@ def bytes_of(t: Tensor) -> Tensor:
     return torch.cat([p.detach().resolve_conj().contiguous().flatten().view(torch.uint8) for p in parts])
 
 
-def on_host(number: int, tensors: list[Tensor]) -> list[int]:
+def on_host(digest: int, tensors: list[Tensor]) -> list[int]:
     """The row of numbers by which inputs are compared, without that of the weights; for inputs on the CPU."""
-    sums = [number, *(small(t) if t.nbytes <= SMALL and t.is_cpu else int(checksum(t.detach())) for t in tensors)]
+    sums = [digest, *(small(t) if t.nbytes <= SMALL and t.is_cpu else int(checksum(t.detach())) for t in tensors)]
     if len(sums) > SLOTS + 1:
         sums[SLOTS:] = [zlib.crc32(repr(sums[SLOTS:]).encode())]
     return sums + [0] * (SLOTS + 1 - len(sums))
