@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import random
 import weakref
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 
 import dsp
-from dsp.support.python_state import World
+from dsp.support.python_state import World, uncollected
 from tests.support.slow import slow
 
 C = 8
@@ -287,3 +288,26 @@ def test_a_world_is_put_back() -> None:
     assert held["slots"].table is None
     assert list(held) == ["list", "set", "object", "bare", "slots", "numbers"]
     assert numbers.tolist() == [0, 1, 2]
+
+
+class Collecting(nn.Module):
+    """Casts where garbage is collected, and only there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double() if gc.isenabled() else x * 2
+
+
+def test_no_garbage_is_collected_while_a_forward_is_planned() -> None:
+    plan = dsp.plan(Collecting(), torch.randn(1, 6, C), size=2, stages={"": "x=b s c"}, gather_output=False)
+    assert [node.name for node in plan.record.nodes if node.kind == "operation"] == ["mul"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_afterwards_as_before(enabled: bool) -> None:
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

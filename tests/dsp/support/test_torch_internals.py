@@ -632,3 +632,18 @@ def test_below_neither_modes_nor_tensors_without_data_see_an_operation():
     with Seen(), private.BELOW():
         node = x.view_as(x).grad_fn
     assert node.next_functions[0][0].variable is x
+
+
+def test_a_mode_under_which_nothing_is_compiled_is_called_without_the_compilers_guard():
+    class Plain(private.UncompiledMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+        written = __torch_dispatch__
+
+    seen: list[Any] = []
+    assert Plain.__torch_dispatch__ is Plain.written
+    with Plain():
+        torch.ones(2) + 1
+    assert torch.ops.aten.add.Tensor in seen
