@@ -1,7 +1,7 @@
 """The cost of a switch, and of the host, each alone.
 
     python benchmarks/micro.py [--ranks 4] [--megabytes 32] [--repeat 11] [--batch 1 2]       # a switch
-    python benchmarks/micro.py --host [--repeat 100]          # the host's time, on two ranks; seconds to plan
+    python benchmarks/micro.py --host [--repeat 100]          # the host on two ranks; first calls; seconds to plan
 
 A switch, beside a raw all-to-all of the same bytes and beside DTensor.redistribute: each rank holds a local part of
 `megabytes` MiB of a float32 activation (b t s c) and changes its sharded dim. The operations take turns, each behind a
@@ -216,6 +216,26 @@ def alone(mesh: DeviceMesh, repeat: int) -> dict[str, list[float]]:
     return rows
 
 
+def first_calls(mesh: DeviceMesh) -> dict[str, float]:
+    """Milliseconds of CPU time that one more stage, and one more operation, adds to a first call; medians of five."""
+    rows, x = {}, torch.randn(SHAPE)
+    for name, make in (
+        ("stage after a switch", partial(Stages, switched=True)),
+        *((f"glue {name}", partial(Glued, op=op)) for name, op in GLUE.items()),
+    ):
+        seconds: dict[int, list[float]] = {FEW: [], MANY: []}
+        for _ in range(5):
+            for depth, times in seconds.items():
+                model = dsp.parallelize(make(depth), mesh, gather_output=False)
+                start = time.process_time()
+                with torch.no_grad():
+                    model(x)
+                times.append(time.process_time() - start)
+        few, many = map(statistics.median, seconds.values())
+        rows[f"first call, {name}"] = (many - few) / (MANY - FEW) * 1e3
+    return rows
+
+
 def planning() -> dict[str, float]:
     """Seconds of CPU time to plan deep models at great length, on meta tensors: the median of three."""
     seconds = {}
@@ -238,10 +258,12 @@ def planning() -> dict[str, float]:
 
 def host(mesh: DeviceMesh, repeat: int) -> None:
     torch.manual_seed(0)  # all ranks hold the same inputs
-    rows = alone(mesh, repeat) | slopes(mesh, repeat)
+    rows, first = alone(mesh, repeat) | slopes(mesh, repeat), first_calls(mesh)
     if dist.get_rank() == 0:
         print(f"{'host µs; a slope is of one more':44}{'bare':>12}{'parallel':>12}{'added':>12}")
         print("\n".join(f"{name:44}" + "".join(f"{v:12.1f}" for v in values) for name, values in rows.items()))
+        print(f"\n{'ms of one more in a first call':44}")
+        print("\n".join(f"{name:44}{ms:12.2f}" for name, ms in first.items()))
         print(f"\n{'seconds to plan':44}")
         print("\n".join(f"{name:44}{seconds:12.2f}" for name, seconds in planning().items()), flush=True)
 
