@@ -2,8 +2,8 @@
 
 ``python tools/plan_numbers.py numbers.json --write`` makes the numbers; without ``--write`` the plans of this tree are
 compared with them, as the planner compares them (docs/plan.md): a forward may send less, never more, and at equal bytes
-it may not make more calls; at an equal forward the same holds for the step. ``--only`` takes a part of a name,
-``--programs`` how many random programs there are.
+it may not make more calls; at an equal forward the same holds for the step. It fails if a plan is worse. ``--only``
+takes parts of names, ``--programs`` how many random programs there are.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="*", default=[""])
     parser.add_argument("--programs", type=int, default=300)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     known = {} if given.write else json.loads(given.file.read_text())
-    plans, differ = {}, 0
+    plans, differ, worse = {}, 0, 0
     for name, make in [*toys(), *zoo_models(), *diffusers_models(), *programs(given.programs)]:
-        if given.only not in name or not (given.write or name in known):
+        if not any(part in name for part in given.only) or not (given.write or name in known):
             continue
         torch.manual_seed(0)
         try:
@@ -126,8 +126,10 @@ def main() -> None:
             continue
         said = [judged(f"{name}, {kind}", known[name].get(kind, "nothing"), now) for kind, now in plans[name].items()]
         differ += len(list(filter(None, said)))
+        worse += sum(text.startswith("WORSE") for text in said)
         print(*filter(None, said), sep="\n", end="\n" * any(said), flush=True)
-    print(f"{len(plans)} models, {differ} plans differ")
+    print(f"{len(plans)} models, {differ} plans differ, {worse} are worse")
+    sys.exit(worse > 0)
 
 
 if __name__ == "__main__":
