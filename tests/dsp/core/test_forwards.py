@@ -18,6 +18,7 @@ from dsp.support.tensors import memory, tensors_in
 from tests.support.forwards import FORWARDS, Layers, Mapped, Padded, Registers, clip
 from tests.support.parity import assert_step_equal, unsharded
 from tests.support.refusals import refused
+from tests.support.slow import slow
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -36,7 +37,7 @@ class Count(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("mesh", [2, 3])
+@pytest.mark.parametrize("mesh", [slow(2), 3])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_is_exact_and_makes_nothing_long_whole(mesh: DeviceMesh, name: str) -> None:
     make, inputs, numel = FORWARDS[name]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dsp
 from tests.support.parity import assert_close_named, assert_parallel_equal, assert_step_equal, averaged
 from tests.support.records import left_plan, planned, planned_bytes, records
+from tests.support.slow import slow
 from tests.support.toys import Along, C, Does, SpaceTime
 
 
@@ -163,7 +164,7 @@ class Sized(nn.Module):
         return y.sum(0) / y.shape[0] + y.new_ones(len(y)).sum()
 
 
-@pytest.mark.parametrize("mesh", [2, 3])
+@pytest.mark.parametrize("mesh", [slow(2), 3])
 @pytest.mark.parametrize("kind", SIZED)
 def test_data_may_say_other_sizes_in_every_call(mesh: DeviceMesh, kind: str) -> None:
     """Up to one row more than the longest dim has."""

@@ -19,6 +19,7 @@ from tests.support import toys
 from tests.support.parity import assert_close_named, assert_parallel_equal, assert_step_equal, averaged
 from tests.support.records import left_plan, same_key
 from tests.support.runs import Heard
+from tests.support.slow import slow
 
 
 class Projections(nn.Module):
@@ -62,7 +63,7 @@ def both(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("time_first", [False, True])
 @pytest.mark.parametrize("checkpoints", ["none", "one", "each", "closures", "nested"])
-@pytest.mark.parametrize(("mesh", "shape"), [(2, (1, 4, 6, toys.C)), (3, (2, 5, 7, toys.C))])
+@pytest.mark.parametrize(("mesh", "shape"), [slow(2, (1, 4, 6, toys.C)), (3, (2, 5, 7, toys.C))])
 def test_two_that_read_the_same_are_decided_apart(mesh: DeviceMesh, shape, checkpoints, time_first) -> None:
     """Each in its turn, in what a checkpoint computes again too: as many bytes as planned in every phase."""
     single, model = both(Projections(time_first, checkpoints), mesh)

@@ -19,9 +19,9 @@ ONE_LAYER = {"Grid", "Folded", "Cube"}
 @pytest.mark.parametrize(
     ("name", "staged", "n", "batch"),
     [
-        *((name, True, n, batch) for name in ("Grid", "Folded", "Cube", "Global") for n, batch in ((2, 2), (3, 2))),
+        *((name, True, n, 2) for name in ("Grid", "Cube", "Global") for n in (2, 3)), ("Folded", True, 3, 2),
         *(("Grid", False, n, batch) for n, batch in ((2, 1), (2, 2), (3, 2), (3, 3))),
-        slow("Global", False, 2, 2), long("Branches", True, 2, 2),
+        slow("Global", False, 2, 2), long("Branches", True, 2, 2), long("Folded", True, 2, 2),
     ],
 )  # fmt: skip
 def test_no_layouts_of_a_traced_model_cost_less(name: str, staged: bool, n: int, batch: int) -> None:
