@@ -1,5 +1,8 @@
 """Ranks of other code, of other files."""
 
+import contextlib
+import importlib
+import io
 import os
 import re
 import shutil
@@ -32,18 +35,18 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def two_ranks(file, places, *overrides):
-    """The errors of two ranks, each started from the code and in the folder that `places` names for it."""
+def two_ranks(file, roots, *overrides):
+    """The errors of two ranks, each started from the code that `roots` names for it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
             [sys.executable, str(root / "train.py"), str(file), *overrides],
-            cwd=folder, text=True, stderr=subprocess.PIPE,
+            cwd=file.parent, text=True, stderr=subprocess.PIPE,
             env=os.environ | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(root)},
         )
-        for rank, (root, folder) in enumerate(places)
+        for rank, root in enumerate(roots)
     ]  # fmt: skip
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], errors
@@ -55,7 +58,7 @@ def test_a_rank_of_another_zoo_is_refused_at_sp_of_one_too(checkout, tmp_path):
     file.write_text(file.read_text().replace("def learning_rate(", "RATE = 1.01\n\n\ndef learning_rate("))
     (tmp_path / "tiny.yaml").write_text(TINY)
     mesh = ["parallel.dp_shard=2", "parallel.sp=1", f"runs_dir={tmp_path / 'runs'}"]
-    errors = two_ranks(tmp_path / "tiny.yaml", [(ROOT, tmp_path), (checkout, tmp_path)], *mesh)
+    errors = two_ranks(tmp_path / "tiny.yaml", [ROOT, checkout], *mesh)
     assert errors[0].startswith("error: the ranks run different code: 1 of 1 others differ from rank 0, rank 1 in zoo=")
     assert not (tmp_path / "runs").exists()
 
@@ -88,16 +91,27 @@ def test_the_digest_is_of_all_code_and_of_what_a_configuration_names(checkout, m
     assert "user" not in sys.modules
 
 
+def refused_in(mesh, folders, arguments):
+    """What this rank writes of a run that does not begin, in a folder of its own."""
+    sys.path.insert(0, str(ROOT))
+    trainer = importlib.import_module("train")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as written:
+        patch.chdir(folders[dist.get_rank()])
+        assert trainer.main(arguments) == 2
+    return written.getvalue()
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/cwd"), reason="a path that names another folder for each process")
-def test_ranks_that_read_other_files_of_the_same_names_are_refused(tmp_path):
+def test_ranks_that_read_other_files_of_the_same_names_are_refused(tmp_path, whole_world):
     for i in (0, 1):
         for name, height in (("a", 8), ("b", 8 + 4 * i), ("c", 8)):
             gif(tmp_path / f"host{i}/videos/{name}.gif", 6, height, 8)
     (tmp_path / "tiny.yaml").write_text(re.sub("data: .*", "", TINY))
     data = "data={name: video_folder, path: /proc/self/cwd/videos, frames: 5, height: 8, width: 8}"
-    places = [(ROOT, tmp_path / f"host{i}") for i in (0, 1)]
+    folders = [tmp_path / f"host{i}" for i in (0, 1)]
     more = "model.overrides={in_channels: 3, num_classes: null}", "sample.guidance=1"
-    errors = two_ranks(tmp_path / "tiny.yaml", places, data, *more, f"runs_dir={tmp_path / 'runs'}")
+    arguments = [str(tmp_path / "tiny.yaml"), data, *more, f"runs_dir={tmp_path / 'runs'}"]
+    errors = whole_world(refused_in, 2, folders, arguments)
     said = r"error: the ranks read different files of the same names: on rank 1 \(.*\) /proc/self/cwd/videos/b.gif has "
     assert re.match(said + r"[\d,]+ bytes with hash \w+, on rank 0 \(.*\) [\d,]+ bytes with hash \w+; copy", errors[0])
     assert not (tmp_path / "runs").exists()
