@@ -28,7 +28,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # none of the proce
 os.environ.setdefault("WANDB_MODE", "offline")
 
 RANKS = {"ranks", "whole_world", "mesh"}
-PART = 3  # of a test's slow cases, one in so many stays slow, chosen by hash; the others are long
+PART = 4  # of a test's slow cases, one in so many stays slow, chosen by hash; the others are long
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -96,13 +96,15 @@ def test_a_run_trains_what_was_chosen(trainer, whole_world, tmp_path):
     assert most[:2] == [pytest.approx(plan.bytes[phase], abs=64) for phase in ("forward", "backward")]
 
 
-def test_nothing_fits(run):
+def test_nothing_fits(run, monkeypatch):
+    monkeypatch.setattr(timing, "METHODS", ["dsp"])
     with pytest.raises(UserError, match=r"nothing fits .* a rank on 2 ranks; the most economical mesh needs"):
         auto.choose(loaded(run, *STAGES), 2, hardware(SLOW, 1000))
 
 
 @pytest.mark.slow
-def test_a_model_beyond_memory_is_recomputed_or_sharded_further(run):
+def test_a_model_beyond_memory_is_recomputed_or_sharded_further(run, monkeypatch):
+    monkeypatch.setattr(timing, "METHODS", ["dsp"])
     config = loaded(run, "train.accumulation=2")
     free = auto.candidates(config, 2, hardware(SLOW))
     held = {(c.timing.dp, c.timing.sp, c.timing.method, c.recomputed): c.timing.held for c in free}
@@ -113,11 +115,19 @@ def test_a_model_beyond_memory_is_recomputed_or_sharded_further(run):
 
 
 def test_a_dry_run_measures_nothing(run, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "METHODS", ["dsp"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     run("parallel=auto", "dry_run=true", expect=2)
     assert "name the hardware, as in hardware.device=h100" in capsys.readouterr().err
     run("parallel=auto", *STAGES, "dry_run=true", "hardware.device=h100")
     assert capsys.readouterr().out.startswith("parallel=auto takes the first: dp_shard=1 sp=2\n")
+
+
+def begun_here(mesh, arguments):
+    """On every rank: a run by parallel=auto, of one method, as other tests compare the methods."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "METHODS", ["dsp"])
+        return run_here(mesh, arguments)
 
 
 def resumed_here(mesh, arguments):
@@ -132,7 +142,7 @@ def resumed_here(mesh, arguments):
 def test_a_run_on_what_was_chosen_is_the_run_of_one_process_and_keeps_it(trainer, whole_world, tmp_path):
     runs = Runs(trainer, tmp_path)
     arguments = runs.arguments("parallel=auto", *STAGES, "train.accumulation=2", "name=auto")
-    whole_world(run_here, 2, arguments)
+    whole_world(begun_here, 2, arguments)
     directory, before = tmp_path / "runs/auto", tmp_path / "runs/before"
     alike(runs("train.accumulation=2"), directory)
 
