@@ -55,15 +55,14 @@ def test_it_trains(trainer, folder, what):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["task"])
-def test_it_trains_on_two_ranks_as_a_user_starts_it(folder, what):
+def test_it_trains_on_two_ranks_as_a_user_starts_it(trainer, folder, what):
     """The same losses as on one; from a folder that is not the checkout."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for n in (1, 2):
-        arguments = [f"{what}.yaml", f"name={n}", "log.every=1", "eval.every=2"]
-        start = [sys.executable, "-m", "dsp.cluster.launch", "--nproc-per-node", str(n)]
-        command = [*start, str(ROOT / "train.py"), *arguments]
-        done = launched(command, cwd=folder, env=env)
-        assert not done.returncode, done.stderr
+    arguments = [f"{what}.yaml", "log.every=1", "eval.every=2"]
+    assert trainer.main([*arguments, "name=1"]) == 0
+    command = [sys.executable, "-m", "dsp.cluster.launch", "--nproc-per-node", "2", str(ROOT / "train.py")]
+    done = launched([*command, *arguments, "name=2"], cwd=folder, env=env)
+    assert not done.returncode, done.stderr
     one, two = ([v for (v,) in metrics(folder / "runs" / str(n), "loss").values()] for n in (1, 2))
     assert len(one) == 2
     assert two == pytest.approx(one, rel=1e-5)

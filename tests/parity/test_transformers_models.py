@@ -34,7 +34,7 @@ def held(mesh: DeviceMesh, name: str) -> dict[str, float]:
         return known_models.held(mesh, TRANSFORMERS[name])
 
 
-@pytest.mark.parametrize("name", keep_short(TRANSFORMERS, only=["llama", "t5"]))
+@pytest.mark.parametrize("name", keep_short(TRANSFORMERS, only=["llama"]))
 def test_its_type_is_enough(ranks: Any, name: str) -> None:
     found = ranks(held, 3, name)[0]
     assert found["output"] < 1e-6  # parts of them compute in fp32, whatever the model's type

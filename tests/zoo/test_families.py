@@ -26,7 +26,7 @@ from tests.support.latent_folders import latent_folder
 from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tests.support.runs import Runs, one_of, run_here
-from tests.support.slow import long, slow
+from tests.support.slow import keep_short, long, slow
 from zoo import registry
 from zoo.contract import Conditions
 from zoo.data.latents import Latents
@@ -170,8 +170,8 @@ def gradients(mesh: DeviceMesh, arguments: list[str]) -> tuple[float, float]:
     return worst, max(g.abs().max().item() for g in found[0])
 
 
-@pytest.mark.parametrize("n", [2, slow(3)])
-@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
+@pytest.mark.parametrize("n", [long(2), 3])  # with IDDPM a plan for two takes three times as long
+@pytest.mark.parametrize("folder", keep_short(FAMILIES, only={*FAMILIES} - {"STDiT v1", "STDiT v2"}), indirect=True)
 def test_ranks_train_as_one_process(folder: Folder, whole_world: Any, n: int) -> None:
     for worst, largest in whole_world(gradients, n, folder.arguments()):
         assert largest > 1e-2
@@ -373,7 +373,7 @@ def published_model(name: str, weights: Path) -> Any:
 
 
 @pytest.mark.parametrize("n", [1, long(2), long(3)])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", keep_short(FAMILIES, only=["Wan 2.1, image", "STDiT v3"]))
 def test_published_weights_are_tuned_exported_and_read_back(
     name: str, n: int, trainer: Any, tmp_path: Path, whole_world: Any
 ) -> None:

@@ -18,7 +18,7 @@ from dsp.report.traffic import PHASES, planned_transfers
 from dsp.support.tensors import tensors_in
 from tests.support.forwards import FORWARDS
 from tests.support.registry import CASES, recomputing
-from tests.support.slow import long, slow
+from tests.support.slow import keep_short, long, slow
 from tools.fuzz.programs import build, float64, generate, inputs_of
 
 Sent = dict[str, Counter[str]]
@@ -55,13 +55,16 @@ def sends_as_planned(
 WRITES = {"InPlace", 28}  # they write in place into tensors that are moved, which is refused still
 OTHERS = {"axial"}  # its package is not installed everywhere
 RANKS_AND_GATHER = [(3, True), slow(2, False), long(3, False), long(2, True)]  # short and slow have each value once
-QUICK = ("Branches", "Folded", "transformer2d", "evoformer", "pairformer")
+QUICK = ("Branches", "Folded", "transformer2d")
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize(("mesh", "gather_output"), RANKS_AND_GATHER)
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else slow(n) for n, case in CASES.items() if case.planned and n not in WRITES | OTHERS]
+    ("name", "checkpoints"),
+    keep_short(
+        [(n, c) for n, case in CASES.items() for c in (False, True) if case.planned and n not in WRITES | OTHERS],
+        only=[*((n, c) for n in QUICK for c in (False, True)), ("evoformer", True)],
+    ),
 )
 def test_a_model_sends_as_planned(mesh: DeviceMesh, name: str, checkpoints: bool, gather_output: bool) -> None:
     case = CASES[name]
