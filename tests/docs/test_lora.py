@@ -32,7 +32,7 @@ def commands() -> list[list[str]]:
     return [line + SHORT * ("train.py" in line) for line in found]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_from_clips_to_the_same_clip_in_diffusers(tmp_path: Path) -> None:
     for name in ("train.py", "infer.py", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)

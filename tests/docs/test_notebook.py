@@ -17,7 +17,7 @@ import dsp
 import zoo
 from tests.support.pages import rough
 from tests.support.paths import ROOT
-from tests.support.slow import slow
+from tests.support.slow import long
 
 DOCS = ROOT / "docs"
 
@@ -44,7 +44,7 @@ def run(source: str, space: dict[str, Any]) -> list[dict[str, Any]]:
     return outputs
 
 
-@pytest.mark.parametrize("name", ["plan", slow("diffusers")])
+@pytest.mark.parametrize("name", ["plan", long("diffusers")])
 def test_a_notebook_shows_what_its_cells_print(name, tmp_path, monkeypatch):
     path = DOCS / f"{name}.ipynb"
     notebook = json.loads(path.read_text())
