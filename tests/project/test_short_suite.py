@@ -14,7 +14,7 @@ def marked_slow(marks: Iterable[Any]) -> bool:
 
 
 def runs_in_short(test: Callable[..., Any]) -> bool:
-    """Whether a test has a case without such a mark: of each `parametrize` one."""
+    """True if a test has a case without such a mark: of each `parametrize` one."""
     marks = getattr(test, "pytestmark", [])
     values = [mark.args[1] for mark in marks if mark.name == "parametrize"]
     return not marked_slow(marks) and all(any(not marked_slow(getattr(v, "marks", ())) for v in of) for of in values)

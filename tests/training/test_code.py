@@ -92,7 +92,7 @@ def test_the_digest_is_of_all_code_and_of_what_a_configuration_names(checkout, m
 
 
 def refused_in(mesh, folders, arguments):
-    """What this rank writes of a run that does not begin, in a folder of its own."""
+    """The error that this rank writes of a run that does not begin, in a folder of its own."""
     sys.path.insert(0, str(ROOT))
     trainer = importlib.import_module("train")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as written:
