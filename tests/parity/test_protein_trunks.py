@@ -196,7 +196,7 @@ def test_pair_activations_are_shared_out(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-@pytest.mark.parametrize("kind", ["evoformer", long("opm first")])
+@pytest.mark.parametrize("kind", [slow("evoformer"), long("opm first")])
 def test_discover_finds_no_stage_that_costs_more_than_the_operations(kind: str) -> None:
     config = {**SMALL, "no_blocks": 1}
     model, stages = make(kind, config)

@@ -76,7 +76,7 @@ def test_joined_tokens_are_exact_on_four_ranks(mesh: DeviceMesh, way: str) -> No
 
 
 @pytest.mark.parametrize("mesh", [3])
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [0, slow(1), 2])
 def test_fully_shard_on_stages_and_the_model(mesh: DeviceMesh, depth: int) -> None:
     single = Layers(depth).double()
     model = parallelize(copy.deepcopy(single), mesh)
