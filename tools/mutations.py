@@ -127,7 +127,7 @@ FAULTS = [
     Fault(
         "a function that reads memory as it lies on each rank is run",
         "dsp/core/watch.py",
-        "    if what.name in UNRUNNABLE:",
+        "    if traits.name in UNRUNNABLE:",
         "    if False:",
         "dsp/core/test_record::test_a_refusal_names_its_line_though_the_forward_went_on",
     ),
@@ -141,14 +141,14 @@ FAULTS = [
     Fault(
         "discover does not look into functions that are many operations",
         "dsp/discovery/recording.py",
-        "if what.decomposition is not None and (out",
+        "if traits.decomposition is not None and (out",
         "if False and (out",
         "dsp/discovery/test_discover::test_dims_are_followed_through_a_function_that_is_many_operations",
     ),
     Fault(
         "a tensor of which the type alone is read is an operand",
         "dsp/core/carrier.py",
-        "if what.dtype_arg is not None:",
+        "if traits.dtype_arg is not None:",
         "if False:",
         "dsp/core/test_record",
     ),
@@ -506,7 +506,7 @@ FAULTS = [
     Fault(
         "a shard is a view of the tensor that was gathered for it",
         "dsp/core/copies.py",
-        "part if given else part.clone()",
+        "part if is_input else part.clone()",
         "part",
         "dsp/core/test_random_models",
     ),
@@ -723,7 +723,7 @@ FAULTS = [
     Fault(
         "dropout that begins to drop returns its operand",
         "dsp/core/keys.py",
-        "    if name in DRAWN:",
+        "    if name in DRAWS:",
         "    if False:",
         "dsp/core/test_composition::test_a_forward_that_draws_nothing_leaves_the_generator_as_it_was",
     ),

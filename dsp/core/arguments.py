@@ -20,11 +20,11 @@ DIFFERENT = (
 )
 
 
-def unrunnable(what: Traits) -> GlueError:
-    if what.name.startswith("distributed."):
-        return GlueError(DIFFERENT.format(UNRUNNABLE[what.name]))
-    instead = instead_of(what.name)
-    name = UNRUNNABLE.get(what.name, f"{what.name}() under torch.vmap or another transform of torch.func")
+def unrunnable(traits: Traits) -> GlueError:
+    if traits.name.startswith("distributed."):
+        return GlueError(DIFFERENT.format(UNRUNNABLE[traits.name]))
+    instead = instead_of(traits.name)
+    name = UNRUNNABLE.get(traits.name, f"{traits.name}() under torch.vmap or another transform of torch.func")
     return GlueError(
         f"{name} between stages would work on this rank's shard as if it were the full tensor; do it in a "
         f"stage, a submodule with a pattern, where tensors are local{instead and '. ' + instead}"

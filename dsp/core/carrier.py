@@ -26,7 +26,7 @@ from dsp.core.arguments import INDEXED, numbered, without_data_of
 from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
 from dsp.core.torch_calls import TENSORLESS, GlueError, by_position
-from dsp.core.torch_traits import traits
+from dsp.core.torch_traits import traits_of
 from dsp.support.private import GRAD_SWITCH, FakeTensor, OpOverload, below_autograd, storage_id
 from dsp.support.tensors import memory, tensors_in, version
 
@@ -66,29 +66,29 @@ class Carrier(Tensor):
             arrive_all(args, kwargs)
             with LOCAL():
                 return func(*args, **kwargs)
-        what = traits(func)
-        if what.metadata:
-            if what.name in TELLING:
+        traits = traits_of(func)
+        if traits.metadata:
+            if traits.name in TELLING:
                 arrive_all(args, kwargs)
             read = READERS.get(func)
             if read is not None and isinstance(args[0], Carrier):
                 return read(*args, **kwargs)
             with LOCAL():
                 return func(*args, **kwargs)
-        if what.name == "detach":  # a checkpoint detaches what it saves, in backward too
+        if traits.name == "detach":  # a checkpoint detaches what it saves, in backward too
             return detach(args[0])
-        if what.decomposition is not None and (out := what.written_out(INLINE, args, kwargs)) is not None:
+        if traits.decomposition is not None and (out := traits.written_out(INLINE, args, kwargs)) is not None:
             return out
-        if what.dtype_arg is not None:
-            args = without_data_of(args, what.dtype_arg)
-        if what.name in INDEXED:
+        if traits.dtype_arg is not None:
+            args = without_data_of(args, traits.dtype_arg)
+        if traits.name in INDEXED:
             args = numbered(args, INLINE)
         if kwargs and not TENSORLESS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
         first = first_carrier((*args, *kwargs.values()))
         if first is None:  # only its type was read
             return func(*args, **kwargs)
-        return first.record.driver.operation(func, what, args, kwargs)
+        return first.record.driver.operation(func, traits, args, kwargs)
 
     # --- to code that is not a forward: the DTensor for which it stands ---
 

@@ -59,8 +59,8 @@ class Copies:
             if src is None:
                 assert dst is not None
                 part = self.axis.narrow(local, dst)
-                given = base.ref in self.record.inputs.values()
-                copies[dst] = part if given else part.clone()  # as a view it would keep the full result alive
+                is_input = base.ref in self.record.inputs.values()
+                copies[dst] = part if is_input else part.clone()  # as a view it would keep the full result alive
             elif dst is None:
                 copies[None] = gather_local(local, src, base.ref.shape, self.axis)
             elif separable(base.ref.shape, src, dst, self.record.n):

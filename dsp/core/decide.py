@@ -123,8 +123,8 @@ def priced(op: Op, node: Node, values: Sequence[Value], n: int, memory: int | No
         option = node.offers[c.execution].option
         share = op.share(c, values, n) if option is None else option.share(n)
         copied = copy_of_replicated(node, node.offers[c.execution])
-        kept = copied if copied <= cost.saved else 0
-        work, saved = 0, int((cost.saved - kept) * share) + kept
+        constant = copied if copied <= cost.saved else 0
+        work, saved = 0, int((cost.saved - constant) * share) + constant
         if option is not None:
             work = int(cost.work * share) + (node.results[0].nbytes if option.onto else 0)
         elif node.kind == "plain" and memory is not None:

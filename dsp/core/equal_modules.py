@@ -61,7 +61,7 @@ class _Reader:
     def __init__(self, tensor: Callable[[_Reader, Tensor], Hashable], objects: int = 0, buffers: bool = False) -> None:
         self.tensor, self.objects, self.buffers = tensor, objects, buffers
         self.order: dict[int, int] = {}
-        self.kept: list[Any] = []  # objects compared by identity, kept alive so that no other object gets their id
+        self.referents: list[Any] = []  # objects compared by identity, kept alive so that no other object gets their id
 
     def nth(self, thing: Any) -> int:
         return self.order.setdefault(id(thing), len(self.order))
@@ -80,7 +80,7 @@ class _Reader:
             return kind, self.read(value.func), self.read(value.args), self.read(value.keywords)
         if kind is types.MethodType and id(value.__self__) in self.order:
             return kind, self.order[id(value.__self__)], id(value.__func__)
-        self.kept.append(value)
+        self.referents.append(value)
         if id(value) in self.order:
             return kind, self.order[id(value)]
         if not (self.objects and plain(value)):
@@ -151,7 +151,7 @@ def call_key(args: Any, kwargs: Any) -> tuple[Hashable, list[Any]]:
         torch.get_default_dtype(),
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
     )
-    return (reader.read(args), reader.read(kwargs), mode), reader.kept
+    return (reader.read(args), reader.read(kwargs), mode), reader.referents
 
 
 class _Outputs(torch.autograd.Function):
@@ -162,17 +162,17 @@ class _Outputs(torch.autograd.Function):
         outputs = _empty(like)
         ctx.save_for_backward(*[torch.empty(0) for _ in range(saves)])
         ctx.mark_non_differentiable(*(t for t, (*_, grad) in zip(outputs, like) if not grad))
-        ctx.given = [(t.shape, t.dtype, t.device) for t in inputs]
+        ctx.forms = [(t.shape, t.dtype, t.device) for t in inputs]
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        asked = zip(ctx.given, ctx.needs_input_grad[3:])
+        pairs = zip(ctx.forms, ctx.needs_input_grad[3:])
         return (
             None,
             None,
             None,
-            *(grads[0].new_empty(s, dtype=d, device=at) if wanted else None for (s, d, at), wanted in asked),
+            *(grads[0].new_empty(s, dtype=d, device=at) if wanted else None for (s, d, at), wanted in pairs),
         )
 
 
@@ -184,7 +184,7 @@ def _empty(like: list[Any]) -> tuple[Tensor, ...]:
 class StageOutput:
     """A recipe for a stage's output, to be made from the tensors of another call."""
 
-    kept: list[Any]
+    referents: list[Any]
     spec: Any  # the tree of the output
     values: list[Any]  # for each leaf: its value, unless it is a tensor
     tensors: list[int | None]  # for each leaf: the number of its tensor among inputs and new tensors
@@ -201,10 +201,10 @@ class StageOutput:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def recipe(output: Any, inputs: list[Tensor], kept: list[Any]) -> StageOutput | None:
+def recipe(output: Any, inputs: list[Tensor], referents: list[Any]) -> StageOutput | None:
     """A recipe for this output; None if it has anything but plain new tensors, inputs and values."""
     leaves, spec = pytree.tree_flatten(output)
-    new, every = StageOutput(kept, spec, [], [], []), list(inputs)
+    new, every = StageOutput(referents, spec, [], [], []), list(inputs)
     storages = {storage_id(t.untyped_storage()) for t in inputs}
     for leaf in leaves:
         at = next((i for i, t in enumerate(every) if t is leaf), None)
@@ -239,7 +239,7 @@ def once(
 
     def wrapped(forward: Callable[..., Any], twin: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            called, kept = call_key(args, kwargs)
+            called, referents = call_key(args, kwargs)
             frame = checkpoint_frame()
             called = called, frame is None
             saved = 0 if frame is None else saved_in(frame)
@@ -250,10 +250,10 @@ def once(
                 return output
             before = [version(t) for t in inputs]
             output = forward(*args, **kwargs)
-            note, how = first(inputs, tensors_in(output)), recipe(output, inputs, kept)
-            if how is not None and before == [version(t) for t in inputs]:  # a write would not be repeated
-                how.saves = 0 if frame is None else saved_in(frame) - saved
-                known[twin, called] = how, note
+            note, stage_output = first(inputs, tensors_in(output)), recipe(output, inputs, referents)
+            if stage_output is not None and before == [version(t) for t in inputs]:  # a write would not be repeated
+                stage_output.saves = 0 if frame is None else saved_in(frame) - saved
+                known[twin, called] = stage_output, note
             return output
 
         return run

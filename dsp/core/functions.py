@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dsp.core.torch_traits import DRAWN
+from dsp.core.torch_traits import DRAWS
 
 # products mix every element of one operand with every element of the other
 PRODUCTS = frozenset(
@@ -47,9 +47,9 @@ rand randn randint randint_like randperm multinomial poisson binomial random rre
 fractional_max_pool2d fractional_max_pool3d svd_lowrank pca_lowrank multi_head_attention_forward
 """.split()
 RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-DRAWN.update({name: partial(draws, name) for name in (*RANDOM, *DROPOUTS)})
-DRAWN.update(dict.fromkeys(WITHOUT_RULE, lambda args, kwargs: True))
-DRAWN.update(dict.fromkeys(RECURRENCES, lambda args, kwargs: len(args) < 9 or bool(args[5] and args[6])))
+DRAWS.update({name: partial(draws, name) for name in (*RANDOM, *DROPOUTS)})
+DRAWS.update(dict.fromkeys(WITHOUT_RULE, lambda args, kwargs: True))
+DRAWS.update(dict.fromkeys(RECURRENCES, lambda args, kwargs: len(args) < 9 or bool(args[5] and args[6])))
 
 
 # they allocate memory only if they must, and on a rank's shard it may look as if they need not

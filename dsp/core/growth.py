@@ -49,8 +49,8 @@ def grown(record: Record) -> Record:
         for node in new.nodes:
             node.draws = node.draws or None
     for key, several in record.by_key.items():
-        if kept := [nodes[node] for node in several if node in nodes]:
-            new.by_key[copies.key(key)] = kept
+        if node_copies := [nodes[node] for node in several if node in nodes]:
+            new.by_key[copies.key(key)] = node_copies
     return new
 
 

@@ -17,7 +17,7 @@ from dsp.core.carrier import Carrier
 from dsp.core.checkpoints import RECOMPUTED, note_turns
 from dsp.core.record import Node, Offer, Operation, Record, Ref
 from dsp.core.torch_calls import Operand, tensor_args
-from dsp.core.torch_traits import DRAWN
+from dsp.core.torch_traits import DRAWS
 from dsp.support.private import backward_pass, pytree, saving_hooks
 
 HOT = 65536  # calls kept ready, at most
@@ -34,10 +34,10 @@ class NoKey(Exception):
     """Raised for an argument that is neither hashable nor a container: what is prepared for a call may depend on it."""
 
 
-def exact_key(what: Any, args: Any, kwargs: Any) -> Any:
+def exact_key(head: Any, args: Any, kwargs: Any) -> Any:
     """The key of a call with all that its preparation depends on: how tensors are sharded, and all values; None for a
     call that is prepared each time."""
-    parts = [what]
+    parts = [head]
     try:
         add_parts(parts, args)
         for name, v in kwargs.items():
@@ -95,8 +95,8 @@ def node_key(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The key of an operation's node. Floats are a part of it where they say the size of the result; so is whether the
     call draws random numbers: dropout of nothing returns its operand."""
     key = func, key_part(args), key_part(kwargs)
-    if name in DRAWN:
-        return *key, DRAWN[name](args, kwargs)
+    if name in DRAWS:
+        return *key, DRAWS[name](args, kwargs)
     return (*key, floats_of((args, kwargs))) if name in SIZED else key
 
 

@@ -201,8 +201,8 @@ def forwards(node: Node) -> int:
 def undropped(func: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether a call is attention without dropout: CUDA's kernels are tagged as random, but draw nothing then."""
     names = [a.name for a in schema_of(func).arguments]
-    given = {**dict(zip(names, args)), **kwargs}
-    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
+    arguments = {**dict(zip(names, args)), **kwargs}
+    return "dropout_p" in names and arguments.get("dropout_p", 0.0) == 0.0
 
 
 class Regions:

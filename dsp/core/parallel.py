@@ -254,13 +254,13 @@ class Parallel:
             grew = record.driver.unplanned or record.drew  # type: ignore[attr-defined]
             return self.replan(full_key, record, args, kwargs) if grew else record
         self.leaving.discard(full_key)
-        new, left = self.plan(args, kwargs)
+        new, paths = self.plan(args, kwargs)
         if record is not None and not new.persistent:
             return record
         self.lead(new, args, kwargs)
         self.paths += [path for path in new.persistent if path not in self.paths]
         full_key = (key, *(layout_at(path, *roots) for path in self.paths))
-        if not {*left} <= {*self.paths}:
+        if not {*paths} <= {*self.paths}:
             self.leaving.add(full_key)
         if len(self.records) >= RECORDS:
             del self.records[next(iter(self.records))]

@@ -83,8 +83,8 @@ class Reads:
             return source
         if id(source) not in known:
             func = source.func
-            drawn = torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in UNSET
-            if drawn or func.overloadpacket in flop_registry:
+            random = torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in UNSET
+            if random or func.overloadpacket in flop_registry:
                 raise Unread
 
             def value(v: Any) -> Any:

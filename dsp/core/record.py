@@ -311,7 +311,7 @@ class Driver(Protocol):
 
     axis: Axis
 
-    def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+    def operation(self, func: Any, traits: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         """The result of an operation; `first` counts the turns of nodes with one key (None: the first operand does)."""
 
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:

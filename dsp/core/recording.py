@@ -24,7 +24,7 @@ from dsp.core.module_calls import StageCall
 from dsp.core.offers import Rules, makes_parts, operands_of, stage_node
 from dsp.core.reads import Reads
 from dsp.core.record import Node, Operation, Record, Ref
-from dsp.core.skeleton import KEPT, Casts, Fakes, Precision, Skeleton
+from dsp.core.skeleton import STRAY, Casts, Fakes, Precision, Skeleton
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
 from dsp.core.torch_traits import ATTRIBUTES_READ, WITHOUT_DATA
 from dsp.core.watch import KernelCall, Kernels, SeenOnly, add_source, covered, refuse, refuse_functions, watched
@@ -64,27 +64,27 @@ class Recorder:
         if not isinstance(t, Carrier):
             return t
         if t.record is not self.record:
-            raise GlueError(f"the forward {KEPT}")
+            raise GlueError(f"the forward {STRAY}")
         return self.persistent.get(t.ref, t)
 
-    def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
-        refuse(what, args, kwargs)
+    def operation(self, func: Any, traits: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+        refuse(traits, args, kwargs)
         refuse_functions(tensor_args(args, kwargs))
-        writes = written_operands(func, what, args, kwargs)
+        writes = written_operands(func, traits, args, kwargs)
         before, tensors = self.regions.saved(), [*map(self.operand, tensor_args(args, kwargs))]
-        if what.name in ATTRIBUTES_READ:
+        if traits.name in ATTRIBUTES_READ:
             tensors = [*map(plain, tensors)]
-        if what.in_place and (fill := self.fills.get(memory(tensors[0]))) is not None:
+        if traits.in_place and (fill := self.fills.get(memory(tensors[0]))) is not None:
             self.record.filled.add(fill)
-        edges = edges_into(tensors, what.in_place)
+        edges = edges_into(tensors, traits.in_place)
         self.meter.start()
         args_, kwargs_ = replaced(args, kwargs, iter(tensors))
         with LOCAL():  # a carrier is such a tensor itself: a view of it would take as long as the call
             out = WITHOUT_DATA.get(func, func)(*args_, **kwargs_)
-        return self.note(func, what, args, kwargs, out, tensors, before, writes, edges)
+        return self.note(func, traits, args, kwargs, out, tensors, before, writes, edges)
 
     def note(
-        self, func: Any, what: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor] = (),
+        self, func: Any, traits: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor] = (),
         before: Sequence[tuple[int, int]] = (), writes: tuple[int, ...] = (), edges: Sequence[Edge | None] = (),
     ) -> Any:  # fmt: skip
         """Add the node of an operation that returned `out`, from these tensors; writes: those that it wrote into;
@@ -94,16 +94,16 @@ class Recorder:
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)
         node = Node(
-            "operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))), in_place=what.in_place,
-            writes=writes, loose=what.name in DENSE, line=line_now(),
+            "operation", traits.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))),
+            in_place=traits.in_place, writes=writes, loose=traits.name in DENSE, line=line_now(),
         )  # fmt: skip
         self.meter.finish(node)
         results = tensors_in(out)
         node.identity = len(results) == 1 and any(out is t for t in tensors[:1]) and not writes
-        record.add(node_key(func, what.name, args, kwargs), node)
+        record.add(node_key(func, traits.name, args, kwargs), node)
         node.regions = self.regions.places(before)
-        self.gradients.note(node, edges, edges_into(tensors[:1], True) if what.in_place else map(edge, results))
-        if node.identity or what.in_place:
+        self.gradients.note(node, edges, edges_into(tensors[:1], True) if traits.in_place else map(edge, results))
+        if node.identity or traits.in_place:
             return out if out is None else operands[0]
         node.results, node.kin = [*map(record.ref, results)], kin_of(operands, results)
         return self.carried(node, out)
@@ -183,7 +183,7 @@ class RecordOptions(NamedTuple):
     dtype: of floating-point tensors, by default their own; data: it runs on copies of tensors, not on tensors without
     data; no_sources: keys of calls that are no sources; filled: of those that are, however short (`Record.filled`);
     equal: of equal stages, equal calls run once; reads: what is read of inputs and parameters alone is read from those
-    with data; given: the cuts of inputs that will arrive sharded, by parameter; mixed: in the dtypes of
+    with data; arrivals: the cuts of inputs that will arrive sharded, by parameter; mixed: in the dtypes of
     `fully_shard`'s mixed precision.
     """
 
@@ -194,7 +194,7 @@ class RecordOptions(NamedTuple):
     filled: frozenset[Any] = frozenset()
     equal: bool = True
     reads: bool = False
-    given: Mapping[str, Cut] = MappingProxyType({})
+    arrivals: Mapping[str, Cut] = MappingProxyType({})
     mixed: bool = True
 
     def dtype_of(self, t: Tensor) -> torch.dtype:
@@ -298,7 +298,7 @@ def attempt(
     precision = Precision(model if options.mixed and options.dtype is None else nn.Module(), staged)
     copies = Doubles(options, precision.parameters)
     signature = signature_of(model, root)
-    sharded = arrivals_as_stated(signature.bind(*inputs)[1], options.given)
+    sharded = arrivals_as_stated(signature.bind(*inputs)[1], options.arrivals)
     clone = ModelCopy(model, stages, copies)
     precision.hooks(clone.memo)
     args, kwargs = remade((tuple(inputs[0]), dict(inputs[1])), copies.of)
@@ -347,14 +347,14 @@ def attempt(
     return record, paths, revision
 
 
-def arrivals_as_stated(bound: Sequence[Bound], stated: Mapping[str, Cut]) -> dict[str, Cut]:
+def arrivals_as_stated(bound: Sequence[Bound], cuts: Mapping[str, Cut]) -> dict[str, Cut]:
     """The cuts in which inputs arrive: of DTensors, and as stated. Raises NotationError for a name of no input."""
-    for name in stated.keys() - {b.param for b in bound}:
+    for name in cuts.keys() - {b.param for b in bound}:
         raise NotationError(
             f"given= has {name!r}, which is not a tensor argument of the model; its tensor arguments are "
             f"{', '.join(b.param for b in bound)}"
         )
-    return {**arrivals(bound), **stated}
+    return {**arrivals(bound), **cuts}
 
 
 def note_outputs(recorder: Recorder, root: StagePattern | None, out: Any, bound: Sequence[Bound]) -> None:

@@ -86,13 +86,13 @@ class Runner:
 
     # --- an operation ---
 
-    def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+    def operation(self, func: Any, traits: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         if saving_hooks(False) is not None:
             keep_regions(self.record.compiled)
         key = exact_key(func, args, kwargs)
         ready, at = self.prepared.get(key, args, kwargs, first)
         if ready is None:
-            ready = self.ready(key, at, func, what, args, kwargs, first)
+            ready = self.ready(key, at, func, traits, args, kwargs, first)
         node, offer, local, unchanged, _, _ = ready
         if node.identity:
             return args[0]
@@ -127,22 +127,22 @@ class Runner:
             result.index = args[1]
         return result
 
-    def ready(self, key: Any, at: int | None, func: Any, what: Any, args: Any, kwargs: Any, first: Any) -> Ready:
+    def ready(self, key: Any, at: int | None, func: Any, traits: Any, args: Any, kwargs: Any, first: Any) -> Ready:
         """A node made ready for operands in these layouts; it is noted if it is new."""
         operands = tensor_args(args, kwargs)
         refuse_functions(operands)
         refuse_meshes(operands, self.axis)
         if (parts := self.record.hook_parts) is not None and any(parts.get(t) is not None for t in operands):
-            raise GlueError(KEPT_BY_HOOK.format(what=f"{what.name}() between stages"))
-        shared: Any = node_key(func, what.name, args, kwargs)
+            raise GlueError(KEPT_BY_HOOK.format(what=f"{traits.name}() between stages"))
+        shared: Any = node_key(func, traits.name, args, kwargs)
         first = first_of(args, kwargs) if first is None else first
         node, at = self.prepared.node(shared, first, at)
         if node is not None and not runs_by_rule(node, self.axis, func, args, kwargs):
             shared = *shared, floats_of((args, kwargs))  # a rule reads one of them
             node, at = self.prepared.node(shared, first, None)
         if node is None:
-            refuse(what, args, kwargs)
-            node = self.added.operation(shared, func, what, args, kwargs)
+            refuse(traits, args, kwargs)
+            node = self.added.operation(shared, func, traits, args, kwargs)
         offer = node.offer
         if node.view:  # in the layout of its base
             offer = next((o for o in node.offers if o.needs[0] == operands[0].cut), None)  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ class Runner:
             refuse_write(self.record, f"{node.name}() between stages", operands[i], offer.needs[i])
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
         usual = local is None and not (node.moves or node.writes or node.loose)
-        unchanged = usual and in_place(node, operands, offer.needs) and what.name not in ATTRIBUTES_READ
+        unchanged = usual and in_place(node, operands, offer.needs) and traits.name not in ATTRIBUTES_READ
         return self.prepared.put(key, shared, at, Ready(node, offer, local, unchanged))
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
@@ -334,8 +334,8 @@ def in_place(node: Node, operands: Sequence[Tensor], needs: Sequence[Layout]) ->
     if node.kin and not (node.view or torch.is_grad_enabled()) and any(t.requires_grad for t in operands):
         return False
     pairs, views = zip(operands, needs), (t for t in operands if isinstance(t, Carrier) and t.base is not None)
-    there = all(t.cut == need if isinstance(t, Carrier) else need is None for t, need in pairs)
-    return there and not any(map(without_gradient, views))
+    in_cuts = all(t.cut == need if isinstance(t, Carrier) else need is None for t, need in pairs)
+    return in_cuts and not any(map(without_gradient, views))
 
 
 def sharded(offer: Offer) -> bool:
@@ -366,9 +366,9 @@ class Outside:
     def unplanned(self) -> int:
         return self.runner.added.count if "added" in self.runner.__dict__ else 0
 
-    def operation(self, func: Any, what: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+    def operation(self, func: Any, traits: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
         if backward_pass() != -1 or self.running():
-            return self.runner.operation(func, what, args, kwargs, first)
+            return self.runner.operation(func, traits, args, kwargs, first)
         if func is Tensor.__deepcopy__:
             return carrier_copy(*args)
         args, kwargs = replaced(args, kwargs, map(as_dtensor, tensor_args(args, kwargs)))
@@ -378,8 +378,8 @@ class Outside:
             if MIXED not in str(error):
                 raise
             raise RuntimeError(
-                f"{what.name}() outside of a forward got a plain tensor and a sharded one. A forward of a parallelized "
-                "model left the sharded one in an object, such as a cache: call dsp.gather(x) on it first"
+                f"{traits.name}() outside of a forward got a plain tensor and a sharded one. A forward of a "
+                "parallelized model left the sharded one in an object, such as a cache: call dsp.gather(x) on it first"
             ) from error
 
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:

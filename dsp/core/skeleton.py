@@ -29,7 +29,7 @@ from dsp.support.private import (
     schema_of,
 )
 
-KEPT = (
+STRAY = (
     "got a tensor without data. dsp plans on fake tensors, and the model stored one of them where dsp cannot find it "
     "again: no attribute, closure, global name or functools cache of the model's own code leads there. Call the bare "
     "model once before dsp plans it, so that it keeps real tensors"
@@ -50,7 +50,7 @@ class Fakes(UncompiledMode, FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.over:
-            raise GlueError(f"{schema_of(func).name.partition('::')[2].strip('_')}() {KEPT}")
+            raise GlueError(f"{schema_of(func).name.partition('::')[2].strip('_')}() {STRAY}")
         if func.namespace == "c10d" and self.collective is not None:
             self.collective(func.__name__.partition("_.")[0], args)
         if self.reads is None:
@@ -164,10 +164,10 @@ class Precision:
         self.modules: list[tuple[nn.Module, torch.dtype | None, torch.dtype | None, bool]] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                parameters, given, returned = fsdp_precision(module)
+                parameters, inputs, outputs = fsdp_precision(module)
                 self.parameters |= parameters
                 if module is not model:
-                    self.modules.append((module, given, returned, id(module) in staged))
+                    self.modules.append((module, inputs, outputs, id(module) in staged))
 
     def hooks(self, copies: Mapping[int, nn.Module]) -> list[Any]:
         """Register hooks on the copies of modules that cast as `fully_shard` does, inside of hooks registered before.
@@ -175,13 +175,13 @@ class Precision:
         The hook of a module between stages raises `Casts` if there is a tensor to cast.
         """
         handles = []
-        for module, given, returned, within in self.modules:
+        for module, inputs, outputs, within in self.modules:
             copy, change = copies.get(id(module)), cast if within else refuse
-            if copy is not None and given is not None:
-                hook = partial(_before, change=partial(change, dtype=given))
+            if copy is not None and inputs is not None:
+                hook = partial(_before, change=partial(change, dtype=inputs))
                 handles.append(copy.register_forward_pre_hook(hook, with_kwargs=True))
-            if copy is not None and returned is not None:
-                hook = partial(_after, change=partial(change, dtype=returned))
+            if copy is not None and outputs is not None:
+                hook = partial(_after, change=partial(change, dtype=outputs))
                 handles.append(copy.register_forward_hook(hook, prepend=True))
         return handles
 

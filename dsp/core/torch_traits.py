@@ -184,13 +184,13 @@ SOURCES: set[str] = set()
 FILLED: set[str] = set()
 OUTER: set[str] = set()
 # functions that draw random numbers, and whether a call of each does, by its args and kwargs
-DRAWN: dict[str, Callable[[Any, Any], bool]] = {}
+DRAWS: dict[str, Callable[[Any, Any], bool]] = {}
 
 
 def grows(name: str, tensors: Sequence[Any], out: Any) -> bool:
     """Tell whether an operation makes a longer tensor of its operands, such as a mask or a bias of pairs."""
     read = tensors[:1] if name == "embedding" else tensors
-    return name in OUTER and name not in DRAWN and bool(read) and out.numel() >= 2 * max(t.numel() for t in read)
+    return name in OUTER and name not in DRAWS and bool(read) and out.numel() >= 2 * max(t.numel() for t in read)
 
 
 class Traits(NamedTuple):
@@ -228,7 +228,7 @@ def argument_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=8192)
-def traits(func: Any) -> Traits:
+def traits_of(func: Any) -> Traits:
     name, attribute = op_name(func)
     return Traits(
         name,

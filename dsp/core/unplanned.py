@@ -32,19 +32,21 @@ class Unplanned:
         self.record, self.rules, self.axis, self.prepared = record, rules, axis, prepared
         self.count = 0
 
-    def operation(self, key: Any, func: Any, what: Any, args: Any, kwargs: Any) -> Node:
+    def operation(self, key: Any, func: Any, traits: Any, args: Any, kwargs: Any) -> Node:
         """Add an operation. One that differs from a planned node in numbers alone follows its decision."""
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)
-        node = Node("operation", what.name, refs, in_place=what.in_place, loose=what.name in DENSE, line=line_now())
-        node.writes, meta = written_operands(func, what, args, kwargs), on_meta(func, args, kwargs)
-        kin = () if what.in_place else kin_on_meta(self.axis, what.name, operands, meta)
+        node = Node(
+            "operation", traits.name, refs, in_place=traits.in_place, loose=traits.name in DENSE, line=line_now()
+        )
+        node.writes, meta = written_operands(func, traits, args, kwargs), on_meta(func, args, kwargs)
+        kin = () if traits.in_place else kin_on_meta(self.axis, traits.name, operands, meta)
         node.kin, node.kin_unknown = ((0, 0),) if kin is None else kin, kin is None
         node.call, node.dynamic = Operation(func, *replaced(args, kwargs, iter(refs))), meta is None
         if returns_operand(node, meta):
             node.identity = True
             return self.add(key, node, operands)
-        if meta is not None and not what.in_place:  # what its rules ask for; it gets its results when it has run
+        if meta is not None and not traits.in_place:  # what its rules ask for; it gets its results when it has run
             node.results = [Ref(t.shape, dtype=t.dtype, memory=-1 << 32) for t in meta[1]]
         node.offers = self.rules.of(self.record, node)
         node.results, node.view = [], False

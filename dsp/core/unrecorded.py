@@ -12,8 +12,8 @@ SAYING = ("FakeTensor", "tensor subclasses", "Can't pickle local object")  # in 
 
 def reason_of(error: Exception) -> str:
     """The reason, as what the forward does or needs."""
-    if where := place_of_read(error):
-        return f"reads its data: {where}"
+    if place := place_of_read(error):
+        return f"reads its data: {place}"
     lines = lines_of(error)
     return f"needs tensors with data: {type(error).__name__}" + (f" at {lines[-1]}" if lines else "")
 

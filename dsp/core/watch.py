@@ -21,7 +21,7 @@ from dsp.core.arguments import DIFFERENT, unrunnable, without_data_of
 from dsp.core.carrier import LOCAL, Carrier, first_carrier
 from dsp.core.record import Record
 from dsp.core.torch_calls import TENSORLESS, GlueError, by_position, tensor_args
-from dsp.core.torch_traits import UNRUNNABLE, WITHOUT_DATA, Traits, traits
+from dsp.core.torch_traits import UNRUNNABLE, WITHOUT_DATA, Traits, traits_of
 from dsp.support.private import (
     CONTEXT,
     OpOverload,
@@ -60,19 +60,19 @@ class Watch(TorchFunctionMode):
         if isinstance(func, OpOverload):
             return func(*args, **kwargs)
         if maybe_current_level() is not None:
-            refuse_transforms(traits(func), args, kwargs)
+            refuse_transforms(traits_of(func), args, kwargs)
             return func(*args, **kwargs)
-        what = traits(func)
+        traits = traits_of(func)
         if kwargs and not TENSORLESS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
-        read = args if what.dtype_arg is None else without_data_of(args, what.dtype_arg)
+        read = args if traits.dtype_arg is None else without_data_of(args, traits.dtype_arg)
         tensors = tensor_args(read, kwargs)
         carried = any(isinstance(t, Carrier) for t in tensors)
-        if what.metadata or what.in_place or kwargs.get("out") is not None or carried:
+        if traits.metadata or traits.in_place or kwargs.get("out") is not None or carried:
             return func(*args, **kwargs)
-        return self.on_plain(func, what, read, kwargs, tensors)
+        return self.on_plain(func, traits, read, kwargs, tensors)
 
-    def on_plain(self, func: Any, what: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+    def on_plain(self, func: Any, traits: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
         """The result of a function of plain tensors between stages."""
         return func(*args, **kwargs)
 
@@ -100,7 +100,7 @@ class Kernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        function = traits(func).decomposition
+        function = traits_of(func).decomposition
         if function not in WITHOUT_DATA or first_carrier((*args, *kwargs.values())) is not None:
             return func(*args, **kwargs)
         self.calls = *self.calls, KernelCall(function, args, kwargs)
@@ -138,33 +138,33 @@ def unwatched() -> Iterator[None]:
     modes: list[Any] = []
     while _get_current_function_mode() is not None:
         modes.insert(0, _pop_mode())
-    others = [m for m in modes if not isinstance(m, Watch)]
-    for mode in others:
+    foreign = [m for m in modes if not isinstance(m, Watch)]
+    for mode in foreign:
         _push_mode(mode)
     try:
         yield
     finally:
-        for _ in others:
+        for _ in foreign:
             _pop_mode()
         for mode in modes:
             _push_mode(mode)
 
 
-def refuse(what: Traits, args: Any, kwargs: Any) -> None:
+def refuse(traits: Traits, args: Any, kwargs: Any) -> None:
     """Refuse a function that neither a rule nor a gather can make right, and any under a transform of torch.func."""
-    if what.name in UNRUNNABLE:
-        raise unrunnable(what)
-    refuse_transforms(what, args, kwargs)
+    if traits.name in UNRUNNABLE:
+        raise unrunnable(traits)
+    refuse_transforms(traits, args, kwargs)
 
 
-def refuse_transforms(what: Traits, args: Any, kwargs: Any) -> None:
+def refuse_transforms(traits: Traits, args: Any, kwargs: Any) -> None:
     """Refuse a transform of torch.func over a carrier: its functions would get this rank's part as if it were the full
     tensor."""
     for t in tensor_args(args, kwargs) if maybe_current_level() is not None else ():
         while is_functorch_wrapped_tensor(t):
             t = get_unwrapped(t)
         if isinstance(t, Carrier):
-            raise unrunnable(what)
+            raise unrunnable(traits)
 
 
 IN_STAGE = "Put it into a module of its own, and name that in stages, as 'layers.*.{name}': \"b t [s c]\""

@@ -41,13 +41,13 @@ INTO_OUT = "{name}() between stages: out= has no rule for a sharded tensor; use 
 # --- in a record ------------------------------------------------------------------------------------------------------
 
 
-def written_operands(func: Any, what: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+def written_operands(func: Any, traits: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     """The numbers of the operands that a function writes into.
 
     Raises GlueError for `out=`.
     """
     if kwargs.get("out") is not None and any(isinstance(t, Carrier) for t in tensor_args(args, kwargs)):
-        raise GlueError(INTO_OUT.format(name=what.name))
+        raise GlueError(INTO_OUT.format(name=traits.name))
     into = written(func, args, kwargs)
     return tuple(i for i, t in enumerate(tensor_args(args, kwargs)) if any(t is x for x in into)) if into else ()
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from dsp.core.arguments import INDEXED, numbered, without_data_of
 from dsp.core.record import Node, Operation, Ref
 from dsp.core.torch_calls import TENSORLESS, by_position, replaced, tensor_args
-from dsp.core.torch_traits import Traits, traits
+from dsp.core.torch_traits import Traits, traits_of
 from dsp.discovery.calls import ModuleCall
 from dsp.stages.signature import Signature
 from dsp.support.private import maybe_current_level
@@ -35,21 +35,21 @@ class Recording(TorchFunctionMode):
         self.asleep = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, what = kwargs or {}, traits(func)
-        if self.asleep or (what.metadata and maybe_current_level() is None):
+        kwargs, traits = kwargs or {}, traits_of(func)
+        if self.asleep or (traits.metadata and maybe_current_level() is None):
             return func(*args, **kwargs)
         if maybe_current_level() is not None:  # a tensor hides another one and its shape: a node without an offer
-            self.body.append(Node("plain", what.name, []))
+            self.body.append(Node("plain", traits.name, []))
             return func(*args, **kwargs)
-        if what.decomposition is not None and (out := what.written_out(self, args, kwargs)) is not None:
+        if traits.decomposition is not None and (out := traits.written_out(self, args, kwargs)) is not None:
             return out
-        if what.dtype_arg is not None:
-            args = without_data_of(args, what.dtype_arg)
-        if what.name in INDEXED:
+        if traits.dtype_arg is not None:
+            args = without_data_of(args, traits.dtype_arg)
+        if traits.name in INDEXED:
             args = numbered(args, self)
         if kwargs and not TENSORLESS.issuperset(map(type, kwargs.values())):
             args, kwargs = by_position(func, args, kwargs)
-        return self.operation(func, what, args, kwargs)
+        return self.operation(func, traits, args, kwargs)
 
     def refs(self, tensors: Iterable[Tensor]) -> list[Ref]:
         """References to tensors as they are now; equal numbers are one tensor."""
@@ -61,11 +61,11 @@ class Recording(TorchFunctionMode):
             self.count += 1
         return number
 
-    def operation(self, func: Any, what: Traits, args: Any, kwargs: Any) -> Any:
+    def operation(self, func: Any, traits: Traits, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         refs, results = self.refs(tensor_args(args, kwargs)), self.refs(tensors_in(out))
         call = Operation(func, *replaced(args, kwargs, iter(refs)))
-        self.body.append(Node("operation", what.name, [*refs], call, results, in_place=what.in_place))
+        self.body.append(Node("operation", traits.name, [*refs], call, results, in_place=traits.in_place))
         return out
 
     def enter(self, module: nn.Module, signature: Signature, args: Any, kwargs: Any) -> None:

@@ -28,28 +28,28 @@ from dsp.support.tensors import memory
 class SourceWatch(Watch):
     """Makes nodes of sources while a forward is recorded; in a run it leads them to their nodes."""
 
-    def on_plain(self, func: Any, what: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-        record, key = self.record, node_key(func, what.name, args, kwargs)
+    def on_plain(self, func: Any, traits: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+        record, key = self.record, node_key(func, traits.name, args, kwargs)
         recorded, driver = key in record.by_key, record.driver
         if key in record.no_sources:
             return func(*args, **kwargs)
         if not isinstance(driver, Recorder):
-            return driver.operation(func, what, args, kwargs, self) if recorded else func(*args, **kwargs)
+            return driver.operation(func, traits, args, kwargs, self) if recorded else func(*args, **kwargs)
         driver.meter.start()
         out = func(*args, **kwargs)
         if not recorded:
             long = key in record.filled or record.n * getattr(out, "nbytes", 0) > record.longest
-            if not long or not is_source(what.name, tensors, out):
-                if what.name in FILLED and isinstance(out, Tensor):
+            if not long or not is_source(traits.name, tensors, out):
+                if traits.name in FILLED and isinstance(out, Tensor):
                     driver.fills[memory(out)] = key
                 return out
             refs = operands_of(tensors)
-            node = Node("operation", what.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))))
+            node = Node("operation", traits.name, refs, Operation(func, *replaced(args, kwargs, iter(refs))))
             node.results = [Ref(tuple(out.shape))]
             if len(record.rules.of(record, node)) == 1:  # only replicated
                 return out
         add_source(record, func)
-        return driver.note(func, what, args, kwargs, out)
+        return driver.note(func, traits, args, kwargs, out)
 
 
 def is_source(name: str, tensors: list[Tensor], out: Any) -> bool:

@@ -184,7 +184,7 @@ def recorded(
 
     def run(data: bool) -> tuple[Record, Measure]:
         measure = partial(Measure, methods=methods, recompute=goal.recompute)
-        options = RecordOptions(measure, goal.dtype, data, given=goal.given)
+        options = RecordOptions(measure, goal.dtype, data, arrivals=goal.given)
         record, _ = record_forward(model, stages, root, args, kwargs, goal.size, ShardingRules(), options)
         meter: Measure = record.driver.meter  # type: ignore[attr-defined]
         del record.driver  # it holds tensors

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsp.core.torch_traits import KERNELS, KEYWORDS, WITHOUT_DATA, WRITTEN_OUT, traits
+from dsp.core.torch_traits import KERNELS, KEYWORDS, WITHOUT_DATA, WRITTEN_OUT, traits_of
 from dsp.glue.rules.attention import packed
 from dsp.glue.rules.flex import flex_attention, without_data
 
@@ -236,4 +236,4 @@ KEYWORDS.update({
     "embed_dim_to_check": "embed_dim", "num_heads": "heads", "in_proj_weight": "in_weight", "in_proj_bias": "in_bias",
     "out_proj_weight": "out_weight", "out_proj_bias": "out_bias",
 })  # fmt: skip
-traits.cache_clear()  # drops entries made before these tables were filled
+traits_of.cache_clear()  # drops entries made before these tables were filled

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from dsp.comm.layout import Cut
 from dsp.core.functions import RANDOM as DRAWN
 from dsp.core.torch_calls import by_position, positions
-from dsp.core.torch_traits import ATTRIBUTE_OPS, FILLED, METADATA, SOURCES, UNRUNNABLE, in_place, op_name, traits
+from dsp.core.torch_traits import ATTRIBUTE_OPS, FILLED, METADATA, SOURCES, UNRUNNABLE, in_place, op_name, traits_of
 from dsp.glue.rules import RULES
 from dsp.glue.rules.call import PIECEWISE
 from dsp.support.tensors import tensors_in
@@ -309,7 +309,7 @@ PARTS = [
 def test_written_out_operations_equal_the_function(call: Call) -> None:
     inputs = [t for t in tensors_in((call.args, call.kwargs)) if t.requires_grad]
     expected = call.func(*call.args, **call.kwargs)
-    found = traits(call.func).written_out(nullcontext(), call.args, call.kwargs)
+    found = traits_of(call.func).written_out(nullcontext(), call.args, call.kwargs)
     assert_close(found, expected)
     weight = torch.linspace(0.5, 2, found.numel(), dtype=found.dtype).view(found.shape)
     grads = [torch.autograd.grad((y * weight).sum(), inputs, materialize_grads=True) for y in (found, expected)]
