@@ -288,7 +288,7 @@ FAULTS = [
     Fault(
         "squeeze takes a local dim of size 1 for one of the whole",
         "dsp/glue/rules/shape.py",
-        "return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)",
+        "return Outcome(out, x.shape[cut.dim], args=(x, tuple(ones)), kwargs={}, view=True)",
         "return Outcome(out, x.shape[cut.dim], view=True)",
         "dsp/glue/test_prover::test_accepted_layouts_are_right",
     ),

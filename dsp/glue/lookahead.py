@@ -70,8 +70,8 @@ class EarlierCuts:
         times."""
         if (base, cut) not in self.least_bytes:
             self.least_bytes[base, cut] = base.ref.nbytes
-            if base in self.makers and depth < DEPTH and (kept := self.needs(self.makers[base], cut)) is not None:
-                read = dict.fromkeys(base_cuts(self.makers[base], kept[0]))
+            if base in self.makers and depth < DEPTH and (way := self.needs(self.makers[base], cut)) is not None:
+                read = dict.fromkeys(base_cuts(self.makers[base], way[0]))
                 sizes = [self.gathered(v) if c is None else self.least(v, c, depth + 1) for v, c in read]
                 self.least_bytes[base, cut] = min(base.ref.nbytes, sum(sizes))
         return self.least_bytes[base, cut]
@@ -97,9 +97,9 @@ class EarlierCuts:
 
     def add(self, node: Node, cut: Cut) -> None:
         """Add the offer of an operation that gives this cut of its result."""
-        if (kept := self.needs(node, cut)) is None:
+        if (way := self.needs(node, cut)) is None:
             return
-        needs, outcome = kept
+        needs, outcome = way
         cuts: dict[Base, Layout] = {}
         for base, of in base_cuts(node, needs):
             if cuts.setdefault(base, of) != of:

@@ -49,7 +49,7 @@ class Reader(TorchFunctionMode):
         super().__init__()
         self.positions, self.numbers = positions, {id(p): i for i, p in enumerate(positions)}
         self.reads: list[list[Read]] = [[] for _ in positions]
-        self.held: list[Tensor] = []
+        self.aliases: list[Tensor] = []
 
     def read(self, function: Callable[..., Any], first: list[Tensor]) -> None:
         try:
@@ -71,7 +71,7 @@ class Reader(TorchFunctionMode):
         out = func(*args, **kwargs)
         for number in hit if name not in NO_READS else ():
             if name in SAME and isinstance(out, Tensor):
-                self.held.append(out)
+                self.aliases.append(out)
                 self.numbers[id(out)] = number
             else:
                 self.reads[number].append(None)
@@ -111,6 +111,6 @@ def moved(full: PositionReads, part: PositionReads) -> Iterator[str]:
     if full.sizes[3] != part.sizes[3]:
         return  # it computes over that dim, whatever it reads
     for name, size, length, reads, on_part in zip(POSITIONS, full.sizes, part.sizes, full.of, part.of):
-        other = len(reads) != len(on_part) or any(a is None or a == b for a, b in zip(reads, on_part))
-        if size != length and other:
+        by_value = len(reads) != len(on_part) or any(a is None or a == b for a, b in zip(reads, on_part))
+        if size != length and by_value:
             yield name

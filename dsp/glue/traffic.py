@@ -27,8 +27,8 @@ def collectives_of(node: Node, needs: Any, outcome: Outcome, n: int) -> tuple[Co
     for i, spans in outcome.rows.items():
         t: Any = node.operands[i]
         for span in spans if needs[i] is not None else ():
-            there, back = span.sent(t.shape, t.dtype.itemsize)
-            parts.append(CollectivePart(tuple(there), tuple(back), operand=i))
+            forward, backward = span.sent(t.shape, t.dtype.itemsize)
+            parts.append(CollectivePart(tuple(forward), tuple(backward), operand=i))
     if not any(any(part.sent) for part in parts):
         return ()
     if len(parts) == len(node.results):  # each result is made of rows of its own
@@ -41,9 +41,9 @@ def dealt_rows(node: Node, dealing: DealtRows, cut: Cut) -> tuple[Collective, ..
     traffic, x = dealing.deal.traffic, node.operands[dealing.operand]
     if not traffic.travels:
         return ()
-    there, back = traffic.sent(x.nbytes // dealing.deal.size)  # type: ignore[attr-defined]
-    parts = [CollectivePart(tuple(there), tuple(back), operand=dealing.operand)]
+    forward, backward = traffic.sent(x.nbytes // dealing.deal.size)  # type: ignore[attr-defined]
+    parts = [CollectivePart(tuple(forward), tuple(backward), operand=dealing.operand)]
     for k in dealing.results:
-        back, there = traffic.sent(node.results[k].nbytes // node.results[k].shape[cut.dim])
-        parts.append(CollectivePart(tuple(there), tuple(back), result=k))
+        backward, forward = traffic.sent(node.results[k].nbytes // node.results[k].shape[cut.dim])
+        parts.append(CollectivePart(tuple(forward), tuple(backward), result=k))
     return tuple(Collective("rows", "rows", (part,), early=k == 0) for k, part in enumerate(parts))

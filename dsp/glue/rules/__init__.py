@@ -11,12 +11,12 @@ from __future__ import annotations
 from dsp.core.torch_calls import GlueError, Operand, replaced, tensor_args, without_operands
 from dsp.core.torch_traits import SOURCES
 from dsp.glue.rules import along, attention, elementwise, flex, joins, products, sequences, shape, sources, windows
-from dsp.glue.rules import written_out as others
+from dsp.glue.rules import written_out as decompositions
 from dsp.glue.rules.call import RULES, DealtRows, Frame, Outcome, Rule
 from dsp.glue.rules.sources import localize_source, source_cuts
 
 # each registers its rules in RULES, or in the tables of `dsp.core.torch_traits`
-MODULES = along, attention, elementwise, flex, joins, products, sequences, shape, sources, windows, others
+MODULES = along, attention, elementwise, flex, joins, products, sequences, shape, sources, windows, decompositions
 
 __all__ = [
     "RULES", "SOURCES", "DealtRows", "Frame", "GlueError", "Operand", "Outcome", "Rule", "localize_source", "replaced",

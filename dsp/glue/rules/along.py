@@ -58,19 +58,19 @@ def reduction(f: Frame) -> Outcome:
     x, cut = first(f)
     dims, keep = reduced(f)
     everything = dims is None or (isinstance(dims, (tuple, list)) and not dims)
-    gone = list(range(x.ndim)) if everything else f.dims(dims, x.ndim)
-    if cut.dim not in gone:
-        out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in gone)
+    over = list(range(x.ndim)) if everything else f.dims(dims, x.ndim)
+    if cut.dim not in over:
+        out = cut.dim if keep else cut.dim - sum(d < cut.dim for d in over)
         return Outcome(Cut(out, cut.outer), x.shape[cut.dim])
     if f.name in ("sum", "nansum", "mean"):
-        count = math.prod(x.shape[d] for d in gone)
+        count = math.prod(x.shape[d] for d in over)
         return Outcome(None, reduce=float(count) if f.name == "mean" else 1.0)
     if cut.joined:
         raise f.refuse("it reduces over the sharded dim, which is a concatenation of pieces, each sharded on its own")
     if f.name in ("var", "std") and dims is not None and everything:
         # torch itself returns a wrong gradient then
         raise f.refuse("dim=() names no dim", "Leave dim out to reduce over all dims")
-    return over_ranks(f, x, cut, gone, keep, "all" if dims is None else "none" if everything else "some")
+    return over_ranks(f, x, cut, over, keep, "all" if dims is None else "none" if everything else "some")
 
 
 def reduced(f: Frame) -> tuple[Any, bool]:
@@ -85,20 +85,20 @@ def reduced(f: Frame) -> tuple[Any, bool]:
     return dims, f.name != "count_nonzero" and bool(f.get(position + 1 + beside, "keepdim", False))
 
 
-def over_ranks(f: Frame, x: Operand, cut: Cut, gone: list[int], keep: bool, named: str) -> Outcome:
+def over_ranks(f: Frame, x: Operand, cut: Cut, over: list[int], keep: bool, named: str) -> Outcome:
     """A reduction over the sharded dim other than a sum. `named`: "all" without dims, "none" for (), "some" dims."""
     if f.name in ("var", "std"):
         unbiased = f.args[1] if len(f.args) > 1 and isinstance(f.args[1], bool) else f.get(2, "unbiased", True)
         correction = f.kwargs.get("correction", unbiased)
-        return statistics.spread(f, x, cut, gone, keep, 1 if correction is None else float(correction))
+        return statistics.spread(f, x, cut, over, keep, 1 if correction is None else float(correction))
     if f.name in ("amax", "amin") or (f.name in ("max", "min") and named == "all"):
-        return statistics.extremes(f, x, cut, gone, keep)
+        return statistics.extremes(f, x, cut, over, keep)
     if f.name in ("any", "all") and named != "none":
-        return statistics.flags(f, x, gone, keep)
+        return statistics.flags(f, x, over, keep)
     if f.name == "logsumexp" and named == "some":
-        return statistics.logsumexp(f, x, cut, gone, keep)
-    if f.name in ("norm", "vector_norm") and is_length(f, len(gone)):
-        return statistics.norm(f, x, cut, gone, keep)
+        return statistics.logsumexp(f, x, cut, over, keep)
+    if f.name in ("norm", "vector_norm") and is_length(f, len(over)):
+        return statistics.norm(f, x, cut, over, keep)
     raise f.refuse(
         "it reduces over the sharded dim",
         "over ranks dsp reduces sum, mean, amax, amin, max and min of the whole tensor, any, all, 2-norms, var, std "
@@ -193,8 +193,8 @@ def taken_by_index(f: Frame) -> Outcome:
 @rule("index_add index_copy index_reduce scatter scatter_add scatter_reduce")
 def put_by_index(f: Frame) -> Outcome:
     x, index, rows = f.get(0, "input"), f.get(2, "index"), f.name.startswith("index")  # entire rows, one index each
-    given = f.get(3, "source" if rows else "src")
-    beside = [o for o in ((x, given) if rows else (x, index, given)) if isinstance(o, Operand)]
+    source = f.get(3, "source" if rows else "src")
+    beside = [o for o in ((x, source) if rows else (x, index, source)) if isinstance(o, Operand)]
     if rows and index.cut is not None:
         raise f.refuse("its index is sharded")
     dim = f.normal(f.get(1, "dim"), x.ndim)

@@ -54,8 +54,8 @@ def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | Non
         raise f.refuse("its tensors are sharded along different dims")
     if not f.get(5, "is_causal", False):
         return None
-    size, others = q.shape[-2], [o.ndim for o in f.operands()]
-    if q.cut.outer != 1 or k.shape[-2] != size or any(have != q.ndim for have in others):
+    size, ndims = q.shape[-2], [o.ndim for o in f.operands()]
+    if q.cut.outer != 1 or k.shape[-2] != size or any(have != q.ndim for have in ndims):
         raise f.refuse(
             "is_causal=True along sharded queries needs as many keys as queries, one number of dims in all tensors, "
             "and queries in no fold"
@@ -63,8 +63,8 @@ def along_queries(f: Frame, q: Operand, k: Operand, v: Operand) -> Outcome | Non
     deal = RowDeal.halves(size, f.n)
     spans = deal.spans(f.rank)
 
-    def local(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-        named = options | dict(zip(("attn_mask", "dropout_p", "is_causal"), rest))
+    def local(query: Tensor, key: Tensor, value: Tensor, *positional: Any, **options: Any) -> Tensor:
+        named = options | dict(zip(("attn_mask", "dropout_p", "is_causal"), positional))
         named = {name: option for name, option in named.items() if name not in ("attn_mask", "is_causal")}
         if not spans:
             return _attend(query, key, value, **named)
@@ -157,15 +157,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     return (scores if mask is None else scores + mask) @ value
 
 
-def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """The kernel of `torch.nn.attention.varlen`, of (total h d), as one operation of glue: (total h d), lse (total h).
 
-    rest: the offsets of samples among queries and among keys, the longest of each, and the kernel's options.
+    options: the offsets of samples among queries and among keys, the longest of each, and the kernel's options.
     """
     if has_torch_function((query, key, value)):
-        return handle_torch_function(varlen_attn, (query, key, value), query, key, value, *rest)
+        return handle_torch_function(varlen_attn, (query, key, value), query, key, value, *options)
     parts = (t.view_as(t) for t in (query, key, value))  # plain views, which the kernel keeps for backward
-    out, lse, *_ = kernel(*parts, *rest)
+    out, lse, *_ = kernel(*parts, *options)
     return out, lse.transpose(0, 1)
 
 
@@ -202,11 +202,11 @@ def varlen(f: Frame) -> Outcome:
     else:
         outcome, expand = shared_heads(f, q, k, v, -2)
 
-    def local(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def local(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         if expand is not None:
             key, value = expand(key), expand(value)
         if query.shape[1]:
-            return varlen_attn(query, key, value, *rest)
+            return varlen_attn(query, key, value, *options)
         out = query + key.sum() + value.sum()  # empty, with gradients for all operands
         return out, out.sum(-1).to(torch.float64 if out.dtype == torch.float64 else torch.float32)
 

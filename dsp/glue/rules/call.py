@@ -143,9 +143,9 @@ class Frame:
             raise self.refuse(f"dim {dim} is out of range")
         return dim % ndim
 
-    def dims(self, given: Any, ndim: int) -> list[int]:
+    def dims(self, dims: Any, ndim: int) -> list[int]:
         """One dim or several, as a list of non-negative numbers."""
-        return [self.normal(dim, ndim) for dim in ([given] if isinstance(given, int) else given)]
+        return [self.normal(dim, ndim) for dim in ([dims] if isinstance(dims, int) else dims)]
 
 
 class Recorded(Protocol):
@@ -159,9 +159,9 @@ class Recorded(Protocol):
     def operands(self) -> Sequence[Operand]: ...
 
 
-def sizes_of(given: Any) -> list[Any]:
+def sizes_of(sizes: Any) -> list[Any]:
     """Sizes that are passed one by one, or as one sequence."""
-    return list(given[0] if len(given) == 1 and isinstance(given[0], (list, tuple, torch.Size)) else given)
+    return list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)) else sizes)
 
 
 Rule = Callable[[Frame], Outcome]
@@ -226,19 +226,19 @@ def align(f: Frame, operands: Sequence[Operand]) -> tuple[int, Outcome]:
     sharded = [(o, o.cut) for o in operands if o.cut is not None]
     o, cut = sharded[0]
     position, size = cut.dim - o.ndim, o.shape[cut.dim]
-    for other, c in sharded[1:]:
-        if (c.dim - other.ndim, c.outer, other.shape[c.dim]) != (position, cut.outer, size):
+    for operand, c in sharded[1:]:
+        if (c.dim - operand.ndim, c.outer, operand.shape[c.dim]) != (position, cut.outer, size):
             raise f.refuse(
                 "its tensors are sharded along different dims",
                 "Compute them in stages that can share a layout, or in a submodule with a pattern of its own",
             )
     outcome = Outcome(Cut(max(o.ndim for o in operands) + position, cut.outer), size)
-    for i, other in enumerate(f.operands()):
-        if not any(other is x for x in operands) or other.cut is not None or other.ndim < -position:
+    for i, operand in enumerate(f.operands()):
+        if not any(operand is x for x in operands) or operand.cut is not None or operand.ndim < -position:
             continue
-        have = other.shape[position]
+        have = operand.shape[position]
         if have == size and size != 1:
-            outcome.narrow[i] = Cut(other.ndim + position, cut.outer)
+            outcome.narrow[i] = Cut(operand.ndim + position, cut.outer)
         elif have > 1:
             raise f.refuse(f"one tensor has size {have} where the sharded dim has size {size}")
     return position, outcome

@@ -72,16 +72,16 @@ independent(
 @rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits binary_cross_entropy")
 def loss(f: Frame) -> Outcome:
     outcome = elementwise(f)
-    how = f.kwargs.get("reduction", "mean")
+    reduction = f.kwargs.get("reduction", "mean")
     older = f.kwargs.get("size_average"), f.kwargs.get("reduce")
     if any(isinstance(a, (int, str)) for a in f.args) or older != (None, None):
         raise f.refuse("an option is given by position, or is size_average or reduce", "Write reduction= by name")
-    if how == "mean" and f.name in ("mse_loss", "l1_loss") and f.kwargs.get("weight") is not None:
+    if reduction == "mean" and f.name in ("mse_loss", "l1_loss") and f.kwargs.get("weight") is not None:
         raise f.refuse("its mean divides by the sum of the weights")
-    if how == "none":
+    if reduction == "none":
         return outcome
     outcome.kwargs = {**f.kwargs, "reduction": "sum"}
     shape = torch.broadcast_shapes(*(o.shape for o in f.operands()))
-    outcome.reduce = float(math.prod(shape)) if how == "mean" else 1.0
+    outcome.reduce = float(math.prod(shape)) if reduction == "mean" else 1.0
     outcome.cut = None
     return outcome

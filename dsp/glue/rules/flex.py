@@ -25,28 +25,28 @@ ROUNDS = 16  # rounds of dealing at least, if there are enough blocks of queries
 SAMPLE = 256  # positions, at least, at which a mask is sampled
 
 
-def flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def flex_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """torch's function of that name as one operation of glue: (b h q c), lse and largest (b h q).
 
-    rest: the score function, the block mask as a tuple that ends in the mask function, scale and options. It compiles
-    its kernel itself, fused on any device except a CPU.
+    options: the score function, the block mask as a tuple that ends in the mask function, scale and options. It
+    compiles its kernel itself, fused on any device except a CPU.
     """
     if has_torch_function((query, key, value)):
-        for t in captured_by(rest):
+        for t in captured_by(options):
             if isinstance(t, Carrier):
                 t.record.driver.read_in_full(t, unreadable())
-        return handle_torch_function(flex_attention, (query, key, value), query, key, value, *rest)
+        return handle_torch_function(flex_attention, (query, key, value), query, key, value, *options)
     with compiling(KERNELS):
         compiled = kernel("eager" if query.device.type == "cpu" else "inductor")
         parts = map(NoView.apply, (query, key, value))  # the compiler reads the base of a view, which may be a carrier
-        out, *said = compiled(*parts, *rest[:4])  # the compiler finds the tensors that functions read
+        out, *said = compiled(*parts, *options[:4])  # the compiler finds the tensors that functions read
     lse, largest = (t if t.numel() else out.new_zeros(()).expand(out.shape[:-1]) for t in said)  # if not requested
     return out, lse, largest
 
 
-def captured_by(rest: Sequence[Any]) -> list[Tensor]:
-    """The tensors that the score and mask functions of a call read; `rest`: the arguments after the first three."""
-    return [t for f in (rest[0], rest[1][-1]) for t in captured(f)]
+def captured_by(options: Sequence[Any]) -> list[Tensor]:
+    """The tensors that the score and mask functions of a call read; `options`: the arguments after the first three."""
+    return [t for f in (options[0], options[1][-1]) for t in captured(f)]
 
 
 def unreadable() -> GlueError:
@@ -72,7 +72,7 @@ def kernel(backend: str) -> Callable[..., Any]:
     return torch.compile(flex, backend=backend, fullgraph=True)
 
 
-def without_data(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def without_data(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Results while a forward is recorded, with the cost of attention without a mask."""
     groups = query.shape[1] // key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=groups > 1)
@@ -87,15 +87,15 @@ def captured(function: Any, depth: int = 4) -> Iterator[Tensor]:
     if depth == 0 or not callable(function):
         return
     inner = getattr(function, "__wrapped__", None), getattr(function, "func", None), getattr(function, "__self__", None)
-    held = [*inner, *getattr(function, "args", ()), *(getattr(function, "__defaults__", None) or ())]
+    values = [*inner, *getattr(function, "args", ()), *(getattr(function, "__defaults__", None) or ())]
     for cell in getattr(function, "__closure__", None) or ():
         try:
-            held.append(cell.cell_contents)
+            values.append(cell.cell_contents)
         except ValueError:  # not bound yet
             continue
-    if not held[3:] and not isinstance(function, type) and not hasattr(function, "__code__"):
-        held += vars(function).values() if hasattr(function, "__dict__") else ()
-    for value in held:
+    if not values[3:] and not isinstance(function, type) and not hasattr(function, "__code__"):
+        values += vars(function).values() if hasattr(function, "__dict__") else ()
+    for value in values:
         for one in value if isinstance(value, (list, tuple)) else (value,):
             if one is not None:
                 yield from captured(one, depth - 1)
@@ -134,8 +134,8 @@ def deal_queries(f: Frame, outcome: Outcome) -> None:
     (q, k), options, cut = f.args[:2], f.args[6], outcome.cut
     assert cut is not None
     if (deal := dealt(f.args[4], f.n, q.shape[2], k.shape[2])) is not None:
-        asked = options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", True)
-        outcome.deal = DealtRows(0, deal, (0, *(i for i, asks in enumerate(asked, 1) if asks)))
+        requests = options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", True)
+        outcome.deal = DealtRows(0, deal, (0, *(i for i, asks in enumerate(requests, 1) if asks)))
         outcome.func = OfPieces(cut, *chunk(deal.size, f.n, f.rank), outcome.deal, f.rank)
 
 
@@ -184,7 +184,7 @@ class Local:
     def __init__(self, cut: Cut, start: int, length: int, extent: int, expand: Any) -> None:
         self.cut, self.start, self.length, self.extent, self.expand = cut, start, length, extent, expand
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, score: Any, blocks: Any, *rest: Any) -> Any:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, score: Any, blocks: Any, *options: Any) -> Any:
         if self.expand is not None:
             key, value = self.expand(key), self.expand(value)
         if 0 in query.shape[:-1]:  # all take part, since they may need gradients
@@ -195,7 +195,7 @@ class Local:
         if self.cut.dim == 2:
             blocks = self.rows(blocks)
         blocks = (*blocks[:-1], self.moved(blocks[-1], self.cut.dim))
-        return flex_attention(query, key, value, self.moved(score, self.cut.dim + 1), blocks, *rest)
+        return flex_attention(query, key, value, self.moved(score, self.cut.dim + 1), blocks, *options)
 
     def moved(self, function: Any, at: int) -> Any:
         """The same function of (score,) b, h, q, k, if argument number `at` is a position on this rank."""
@@ -245,8 +245,8 @@ class OfPieces(Local):
 
     def rows(self, blocks: Any) -> Any:
         step = blocks[-3]
-        held = [i for start, stop in self.deal.spans(self.rank) for i in range(start // step, -(-stop // step))]
-        return rows_of(blocks, held, held, self.deal.local_size(self.rank))
+        numbers = [i for start, stop in self.deal.spans(self.rank) for i in range(start // step, -(-stop // step))]
+        return rows_of(blocks, numbers, numbers, self.deal.local_size(self.rank))
 
 
 def plain(function: Any) -> bool:

@@ -58,8 +58,8 @@ def side_by_side(f: Frame, tensors: list[Operand], cut: Cut) -> Outcome:
 def alike(f: Frame, tensors: list[Operand], cut: Cut) -> None:
     """Raise GlueError unless tensors to be joined along a sharded dim have the same other dims."""
     most = max(t.ndim for t in tensors)
-    others = {(*t.shape[: cut.dim], *t.shape[cut.dim + 1 :]) for t in tensors if t.ndim == most}
-    if any(t.ndim != most for t in tensors) or len(others) > 1:
+    sizes = {(*t.shape[: cut.dim], *t.shape[cut.dim + 1 :]) for t in tensors if t.ndim == most}
+    if any(t.ndim != most for t in tensors) or len(sizes) > 1:
         raise f.refuse("its tensors have different sizes along other dims than the sharded one, too")
 
 
@@ -109,14 +109,14 @@ class Stretch(NamedTuple):
     length: int
 
 
-def stretch(f: Frame, x: Operand, cut: Cut, taken: range) -> Stretch:
+def stretch(f: Frame, x: Operand, cut: Cut, positions: range) -> Stretch:
     """The pieces of a dim that is joined or a fold in a range, which must start and stop where pieces meet."""
     pieces = cut.pieces(x.shape[cut.dim])
     ends = list(itertools.accumulate(pieces, initial=0))
-    if taken.step != 1 or taken.start not in ends or taken.stop not in ends or not taken:
+    if positions.step != 1 or positions.start not in ends or positions.stop not in ends or not positions:
         raise refuse_pieces(f, cut)
     # an empty piece makes two ends equal: it is left out
-    first, last = len(ends) - 1 - ends[::-1].index(taken.start), ends.index(taken.stop)
+    first, last = len(ends) - 1 - ends[::-1].index(positions.start), ends.index(positions.stop)
     lengths = [f.local_size(Cut(0), piece) for piece in pieces]
     return Stretch(Cut.of_pieces(cut.dim, pieces[first:last]), sum(lengths[:first]), sum(lengths[first:last]))
 
@@ -129,7 +129,7 @@ def refuse_pieces(f: Frame, cut: Cut) -> GlueError:
 
 def split_pieces(f: Frame, x: Operand, cut: Cut, ranges: list[range]) -> Outcome:
     """Split a dim that is joined or a fold where its pieces meet: each rank splits its shard."""
-    parts = [stretch(f, x, cut, taken) for taken in ranges]
+    parts = [stretch(f, x, cut, positions) for positions in ranges]
     cuts, lengths = tuple(s.cut for s in parts), [s.length for s in parts]
     if sum(lengths) != f.local_size(cut, x.shape[cut.dim]):
         raise refuse_pieces(f, cut)
@@ -149,16 +149,16 @@ def take(f: Frame) -> Outcome:
         start, length = f.get(2, "start"), f.get(3, "length")
         if isinstance(start, Operand):
             raise f.refuse("its start is a tensor")
-        taken = range(size)[start:][:length]
+        positions = range(size)[start:][:length]
         if cut.outer != 1:
-            part = stretch(f, x, cut, taken)
+            part = stretch(f, x, cut, positions)
             return Outcome(part.cut, length, args=(x, dim, part.start, part.length), kwargs={})
-        return stretches(f, x, cut, [taken], lambda x: x)
-    how = next((a for a in (*f.args[1:2], *(v for k, v in f.kwargs.items() if k != "dim"))), None)
-    if f.name == "index_select" or isinstance(how, Operand):
+        return stretches(f, x, cut, [positions], lambda x: x)
+    sections = next((a for a in (*f.args[1:2], *(v for k, v in f.kwargs.items() if k != "dim"))), None)
+    if f.name == "index_select" or isinstance(sections, Operand):
         raise f.refuse("it takes parts of the sharded dim")
     name = f.name.removeprefix("unsafe_")
-    lengths = [len(p) for p in getattr(torch.empty(size, device="meta"), name)(how)]
+    lengths = [len(p) for p in getattr(torch.empty(size, device="meta"), name)(sections)]
     ends = list(itertools.accumulate(lengths, initial=0))
     ranges = [range(a, b) for a, b in itertools.pairwise(ends)]
     return split_pieces(f, x, cut, ranges) if cut.outer != 1 else stretches(f, x, cut, ranges, _as_tuple)
@@ -181,18 +181,18 @@ def drop(f: Frame) -> Outcome:
     return Outcome(Cut(cut.dim - (dim < cut.dim), cut.outer), x.shape[cut.dim])
 
 
-def one_of(f: Frame, x: Operand, cut: Cut, index: int, rest: tuple[Any, ...]) -> Outcome:
-    """One position of the sharded dim, then `x[rest]`: its owner's numbers, plus zeros from all other ranks."""
+def one_of(f: Frame, x: Operand, cut: Cut, index: int, items: tuple[Any, ...]) -> Outcome:
+    """One position of the sharded dim, then `x[items]`: its owner's numbers, plus zeros from all other ranks."""
     size = x.shape[cut.dim]
     if cut.outer != 1 or not -size <= index < size:
         raise f.refuse("it takes parts of the sharded dim")
     start, length = chunk(size, f.n, f.rank)
-    return Outcome(None, args=(x, cut.dim, index % size - start, length, rest), kwargs={}, func=_one_of, reduce=1.0)
+    return Outcome(None, args=(x, cut.dim, index % size - start, length, items), kwargs={}, func=_one_of, reduce=1.0)
 
 
-def _one_of(x: torch.Tensor, dim: int, index: int, length: int, rest: tuple[Any, ...]) -> torch.Tensor:
-    mine = x.select(dim, index) if 0 <= index < length else x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)
-    return mine[rest]
+def _one_of(x: torch.Tensor, dim: int, index: int, length: int, items: tuple[Any, ...]) -> torch.Tensor:
+    row = x.select(dim, index) if 0 <= index < length else x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)
+    return row[items]
 
 
 @rule("getitem", piecewise=True)
@@ -220,11 +220,11 @@ def opened(f: Frame, x: Operand, cut: Cut) -> tuple[tuple[Any, ...], int, int]:
     sharded dim of the result."""
     index = f.args[1] if isinstance(f.args[1], tuple) else (f.args[1],)
     lists = lists_in(f, index)
-    left = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
-    if left < 0:
+    count = x.ndim - sum(i is not None and i is not Ellipsis for i in index)
+    if count < 0:
         raise f.refuse("too many indices")
     dots = next((at for at, i in enumerate(index) if i is Ellipsis), len(index))
-    index = (*index[:dots], *[slice(None)] * left, *index[dots + 1 :])
+    index = (*index[:dots], *[slice(None)] * count, *index[dots + 1 :])
     at = [at for at, i in enumerate(index) if i is not None][cut.dim]
     item = index[at]
     known = isinstance(item, slice) and not any(isinstance(k, Operand) for k in (item.start, item.stop, item.step))
@@ -254,10 +254,10 @@ def lists_in(f: Frame, index: tuple[Any, ...]) -> list[Any]:
 @rule("setitem", piecewise=True)
 def setitem(f: Frame) -> Outcome:
     x, value = f.args[0], f.args[2]
-    others = [o for o in f.operands() if o is not x and o is not value]
+    indices = [o for o in f.operands() if o is not x and o is not value]
     if x.cut is None:
         raise f.refuse("it writes a sharded tensor into a whole one")
-    if any(o.cut is not None for o in others):
+    if any(o.cut is not None for o in indices):
         raise f.refuse(
             "it writes to places that a sharded index or mask names",
             "Write out of place: torch.where(mask, value, x), x.scatter(...) or x.index_add(...)",

@@ -60,11 +60,11 @@ def along_samples(f: Frame) -> Cut:
 def on_one(func: Any) -> Any:
     """A function for a rank without samples: it runs on one sample of zeros, and returns none."""
 
-    def run(x: Tensor, states: Any, *rest: Any) -> Any:
+    def run(x: Tensor, states: Any, *options: Any) -> Any:
         def one(t: Tensor) -> Tensor:
             return torch.cat([t, t.new_zeros(t.shape[0], 1, t.shape[2])], 1)
 
         states = type(states)(map(one, states)) if isinstance(states, (list, tuple)) else one(states)
-        return tuple(t.narrow(1, 0, 0) for t in func(one(x), states, *rest))
+        return tuple(t.narrow(1, 0, 0) for t in func(one(x), states, *options))
 
     return run

@@ -26,7 +26,7 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
         )
     extent = x.shape[cut.dim] // cut.folds
     before = math.prod(x.shape[: cut.dim]) * cut.folds
-    mine = [c * after for c in chunk_sizes(extent, f.n)]
+    lengths = [c * after for c in chunk_sizes(extent, f.n)]
     best: Cut | None = None
     lead = 1
     for d, size in enumerate(new):
@@ -34,7 +34,7 @@ def reshaped(f: Frame, x: Operand, cut: Cut, new: Sequence[int]) -> Cut:
             outer = before // lead
             if outer and size % outer == 0:
                 part, suffix = size // outer, math.prod(new[d + 1 :])
-                if part * suffix == extent * after and [c * suffix for c in chunk_sizes(part, f.n)] == mine:
+                if part * suffix == extent * after and [c * suffix for c in chunk_sizes(part, f.n)] == lengths:
                     if part == extent and suffix == after:
                         return Cut(d, outer)
                     best = best or Cut(d, outer)
@@ -110,12 +110,12 @@ def unsqueeze(f: Frame) -> Outcome:
 def squeeze(f: Frame) -> Outcome:
     x, cut = first(f)
     dims = f.get(1, "dim")
-    gone = [d for d in (range(x.ndim) if dims is None else f.dims(dims, x.ndim)) if x.shape[d] == 1]
-    if cut.dim in gone:
+    ones = [d for d in (range(x.ndim) if dims is None else f.dims(dims, x.ndim)) if x.shape[d] == 1]
+    if cut.dim in ones:
         raise f.refuse("it drops the sharded dim")
     # name the dims: a dim may be of size 1 on a shard only
-    out = Cut(cut.dim - sum(d < cut.dim for d in gone), cut.outer)
-    return Outcome(out, x.shape[cut.dim], args=(x, tuple(gone)), kwargs={}, view=True)
+    out = Cut(cut.dim - sum(d < cut.dim for d in ones), cut.outer)
+    return Outcome(out, x.shape[cut.dim], args=(x, tuple(ones)), kwargs={}, view=True)
 
 
 @rule("permute transpose swapaxes swapdims movedim moveaxis t T mT H mH adjoint", piecewise=True)
@@ -133,8 +133,8 @@ def permuted(f: Frame) -> Outcome:
 
 def complex_numbers(x: torch.Tensor) -> torch.Tensor:
     """Complex numbers of a shard, which is copied if its strides do not allow a view."""
-    *rest, last = x.stride()
-    return torch.view_as_complex(x if last == 1 and all(s % 2 == 0 for s in rest) else x.contiguous())
+    *strides, last = x.stride()
+    return torch.view_as_complex(x if last == 1 and all(s % 2 == 0 for s in strides) else x.contiguous())
 
 
 # torch checks strides, of a gradient too, that an empty tensor may lack

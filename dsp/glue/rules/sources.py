@@ -66,9 +66,9 @@ def localize_source(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, 
 def localize_filled(f: Frame, cut: Cut) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
     """The call that fills a shard. The first argument of `new_*` has dtype and device; `full` has its number last."""
     assert f.func is not None
-    like, rest = (f.args[:1], f.args[1:]) if f.name.startswith("new_") else ((), f.args)
-    value = rest[1:] if f.name.endswith("full") else ()
-    sizes = sizes_of(f.kwargs.get("size", rest[:1] if value else rest))
+    like, arguments = (f.args[:1], f.args[1:]) if f.name.startswith("new_") else ((), f.args)
+    value = arguments[1:] if f.name.endswith("full") else ()
+    sizes = sizes_of(f.kwargs.get("size", arguments[:1] if value else arguments))
     size = sizes[cut.dim]
     sizes[cut.dim] = f.local_size(cut, size)
     options = {k: v for k, v in f.kwargs.items() if k != "size"}

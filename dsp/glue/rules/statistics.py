@@ -78,7 +78,8 @@ def counted(f: Frame, x: Operand, cut: Cut, dims: Dims) -> list[int]:
     return [beside * length for length in chunk_sizes(size // cut.folds, f.n)]
 
 
-def kept(x: Operand, dims: Dims) -> int:
+def results(x: Operand, dims: Dims) -> int:
+    """The number of results of a reduction over `dims`."""
     return math.prod(s for d, s in enumerate(x.shape) if d not in dims)
 
 
@@ -99,7 +100,7 @@ def grouped_norm(f: Frame, x: Operand, cut: Cut, groups: int, weight: Any, bias:
         per_channel = [p if p is None else p.reshape(c, *[1] * (x.ndim - 2)) for p in affine]
         return affinely(y, *per_channel).to(result_dtype(f, t))
 
-    numbers = Numbers(lambda t, *rest: moments(opened(t), dims), 2 * b * groups)
+    numbers = Numbers(lambda t, *_: moments(opened(t), dims), 2 * b * groups)
     return Outcome(cut, x.shape[cut.dim], args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
 
 
@@ -120,9 +121,9 @@ def batch_norm(f: Frame, x: Operand, cut: Cut, momentum: float, eps: float) -> O
         per_channel = [p if p is None else p.reshape(mean.shape) for p in affine]
         return affinely((t - mean) * (squares / total + eps).rsqrt(), *per_channel).to(result_dtype(f, t))
 
-    given = [f.get(i, name) for i, name in enumerate(("running_mean", "running_var", "weight", "bias"), 1)]
-    numbers = Numbers(lambda t, *rest: moments(t, dims), 2 * x.shape[1])
-    return Outcome(cut, x.shape[cut.dim], args=(x, *given), kwargs={}, func=run, numbers=numbers)
+    operands = [f.get(i, name) for i, name in enumerate(("running_mean", "running_var", "weight", "bias"), 1)]
+    numbers = Numbers(lambda t, *_: moments(t, dims), 2 * x.shape[1])
+    return Outcome(cut, x.shape[cut.dim], args=(x, *operands), kwargs={}, func=run, numbers=numbers)
 
 
 def affinely(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -139,7 +140,7 @@ def trailing(
     at = Cut(cut.dim - x.ndim + count, cut.outer)
     narrow = {i: at for i, o in enumerate(f.operands()) if o is weight or o is bias}
 
-    def squares(t: Tensor, *rest: Any) -> Tensor:
+    def squares(t: Tensor, *_: Any) -> Tensor:
         return t.to(summed_in(t.dtype)).square().sum(tuple(dims), keepdim=True)
 
     def run(every: Tensor, t: Tensor, *affine: Tensor | None) -> Tensor:
@@ -147,7 +148,7 @@ def trailing(
         small = torch.finfo(every.dtype).eps if eps is None else eps
         return affinely((t - mean) * (total / sum(counts) + small).rsqrt(), *affine).to(result_dtype(f, t))
 
-    numbers = Numbers(lambda t, *rest: moments(t, dims) if centred else squares(t), (1 + centred) * kept(x, dims))
+    numbers = Numbers(lambda t, *_: moments(t, dims) if centred else squares(t), (1 + centred) * results(x, dims))
     return Outcome(cut, x.shape[cut.dim], narrow, args=(x, weight, bias), kwargs={}, func=run, numbers=numbers)
 
 
@@ -178,7 +179,7 @@ def softmax(f: Frame, x: Operand, cut: Cut, dtype: Any) -> Outcome:
         return (less - total.log() if f.name == "log_softmax" else less.exp() / total).to(dtype or result_dtype(f, t))
 
     counted(f, x, cut, [cut.dim])
-    numbers = Numbers(lambda t: exponentials(sign * t, [cut.dim], dtype), 2 * kept(x, [cut.dim]))
+    numbers = Numbers(lambda t: exponentials(sign * t, [cut.dim], dtype), 2 * results(x, [cut.dim]))
     return Outcome(cut, x.shape[cut.dim], args=(x,), kwargs={}, func=run, numbers=numbers)
 
 
@@ -192,7 +193,7 @@ def whole(
         out = combine(every, t)
         return out if keep else out.squeeze(tuple(dims))
 
-    return Outcome(None, args=(x,), kwargs={}, func=run, numbers=Numbers(of, rows * kept(x, dims)))
+    return Outcome(None, args=(x,), kwargs={}, func=run, numbers=Numbers(of, rows * results(x, dims)))
 
 
 def logsumexp(f: Frame, x: Operand, cut: Cut, dims: Dims, keep: bool) -> Outcome:
@@ -281,7 +282,7 @@ def normalized(f: Frame, x: Operand, cut: Cut, dims: Dims, eps: float) -> Outcom
         return t / length_of(every).to(result_dtype(f, t.real)).clamp_min(eps)
 
     counted(f, x, cut, dims)
-    numbers = Numbers(partial(squared, dims=dims), kept(x, dims))
+    numbers = Numbers(partial(squared, dims=dims), results(x, dims))
     return Outcome(cut, x.shape[cut.dim], args=(x,), kwargs={}, func=run, numbers=numbers)
 
 

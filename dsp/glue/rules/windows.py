@@ -137,9 +137,9 @@ def conv(f: Frame) -> Outcome:
     else:
         padding = [0] * d if padding == "valid" else each(f, padding, d)
     lead, padding[at] = padding[at], 0
-    rest = {"bias": bias, "stride": stride, "padding": padding, "dilation": dilation, "groups": f.get(6, "groups", 1)}
+    kwargs = {"bias": bias, "stride": stride, "padding": padding, "dilation": dilation, "groups": f.get(6, "groups", 1)}
     window = stride[at], lead, reach[at] + 1
-    return strided(f, x, cut, window, getattr(F, f.name), out, args=(x, weight), kwargs=rest)
+    return strided(f, x, cut, window, getattr(F, f.name), out, args=(x, weight), kwargs=kwargs)
 
 
 @rule("conv_transpose1d conv_transpose2d conv_transpose3d")
@@ -162,13 +162,13 @@ def conv_transpose(f: Frame) -> Outcome:
         stop = (b - 1 + lead) // step + 1 + gap
         return min(-((reach - a - lead) // step), (a + lead) // step), stop
 
-    rest = {
+    kwargs = {
         "bias": bias, "stride": stride, "padding": padding, "output_padding": more,
         "groups": f.get(6, "groups", 1), "dilation": dilation,
     }  # fmt: skip
     return windowed(
         f, x, cut, out, reads, getattr(F, f.name), crop=lambda start, row: start + lead - row * step,
-        args=(x, weight), kwargs=rest,
+        args=(x, weight), kwargs=kwargs,
     )  # fmt: skip
 
 
@@ -183,23 +183,23 @@ def pool(f: Frame) -> Outcome:
     stride = f.get(2, "stride")
     stride = list(size) if stride is None or (isinstance(stride, (tuple, list)) and not stride) else each(f, stride, d)
     padding, dilation = each(f, f.get(3, "padding", 0), d), [1] * d
-    rest: dict[str, Any] = {"kernel_size": size, "stride": stride, "padding": padding}
+    kwargs: dict[str, Any] = {"kernel_size": size, "stride": stride, "padding": padding}
     if highest:
-        dilation = rest["dilation"] = each(f, f.get(4, "dilation", 1), d)
+        dilation = kwargs["dilation"] = each(f, f.get(4, "dilation", 1), d)
         if f.get(6, "return_indices", False):
             raise f.refuse("its indices would count from the start of this rank's part")
     else:
-        rest["count_include_pad"] = f.get(5, "count_include_pad", True)
+        kwargs["count_include_pad"] = f.get(5, "count_include_pad", True)
         if d > 1:
-            rest["divisor_override"] = f.get(6, "divisor_override")
-        if padding[at] and not rest["count_include_pad"]:
+            kwargs["divisor_override"] = f.get(6, "divisor_override")
+        if padding[at] and not kwargs["count_include_pad"]:
             raise f.refuse("count_include_pad=False divides by fewer elements at the ends of the sharded dim")
     if f.get(5 if highest else 4, "ceil_mode", False):
         raise f.refuse("with ceil_mode=True its last window may extend over the end of the sharded dim")
     lead, padding[at] = padding[at], 0
     window = stride[at], lead, dilation[at] * (size[at] - 1) + 1
     return strided(
-        f, x, cut, window, getattr(F, f.name), fill=float("-inf") if highest else 0.0, args=(x,), kwargs=rest
+        f, x, cut, window, getattr(F, f.name), fill=float("-inf") if highest else 0.0, args=(x,), kwargs=kwargs
     )
 
 
@@ -300,10 +300,10 @@ def pad(f: Frame) -> Outcome:
     )  # fmt: skip
 
 
-def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int, others: list[int]) -> Outcome:
+def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int, padding: list[int]) -> Outcome:
     """Padding by the rows next to the ends, in reverse order: each rank reads the span that contains its rows.
 
-    others: padding of the other dims, as F.pad takes it.
+    padding: of the other dims, as F.pad takes it.
     """
     dim, end, out = cut.dim, x.shape[cut.dim], x.shape[cut.dim] + before + after
     if min(before, after) < 0:
@@ -325,7 +325,7 @@ def mirrored(f: Frame, x: Operand, cut: Cut, before: int, after: int, others: li
             of = torch.arange(start - before, start - before + length, device=rows.device)
             of = end - 1 - (end - 1 - of.abs()).abs()
             rows = rows.index_select(dim, of - spans[f.rank][0])
-        return F.pad(rows, others, "reflect" if length else "constant") if any(others) else rows
+        return F.pad(rows, padding, "reflect" if length else "constant") if any(padding) else rows
 
     return Outcome(cut, out, rows={0: (Rows(dim, end, tuple(spans)),)}, func=local, args=(x,), kwargs={})
 

@@ -76,10 +76,10 @@ def added(mask: Tensor, like: Tensor) -> Tensor:
 def batch_second(function: Callable[..., Any]) -> Callable[..., Any]:
     """A recurrence of (b l c) as one of (l b c), in which samples are the same dim of all inputs and results."""
 
-    def run(x: Tensor, states: Any, weights: Any, *rest: Any) -> Any:
-        if not isinstance(weights, (list, tuple)) or len(rest) != 6 or not rest[-1]:
+    def run(x: Tensor, states: Any, weights: Any, *options: Any) -> Any:
+        if not isinstance(weights, (list, tuple)) or len(options) != 6 or not options[-1]:
             return None
-        out, *last = function(x.transpose(0, 1), states, weights, *rest[:-1], False)
+        out, *last = function(x.transpose(0, 1), states, weights, *options[:-1], False)
         return out.transpose(0, 1), *last
 
     return run
@@ -90,15 +90,15 @@ def set_where(x: Tensor, index: Any, value: Any) -> Tensor | None:
     x's dtype would change the value."""
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or not 0 < index.dim() <= x.dim():
         return None
-    rest = x.dim() - index.dim()
-    index = index[(..., *[None] * rest)]
+    row_dims = x.dim() - index.dim()
+    index = index[(..., *[None] * row_dims)]
     if not isinstance(value, Tensor):
         return x.masked_fill_(index, value) if x.is_floating_point() or not isinstance(value, float) else None
-    if value.dtype != x.dtype or value.dim() > rest + 1 or (value.dim() > rest and value.shape[0] != 1):
+    if value.dtype != x.dtype or value.dim() > row_dims + 1 or (value.dim() > row_dims and value.shape[0] != 1):
         return None
     if not value.dim():
         return x.masked_fill_(index, value)
-    return x.copy_(torch.where(index, value[0] if value.dim() > rest else value, x))
+    return x.copy_(torch.where(index, value[0] if value.dim() > row_dims else value, x))
 
 
 def expand_as(x: Tensor, other: Tensor) -> Tensor:
