@@ -18,7 +18,7 @@ FIRST = 300_000  # rows of all tables together, in the first try; then the probl
 ENOUGH = 1_500_000  # the same, in later tries
 HUB = 32  # a variable of one value that is in more tables is left out of them: else all variables become its neighbours
 
-_Asked = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts it may start in, and those needed so far
+_State = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts it may start in, and those needed so far
 _Row = tuple[Any, ...]  # a value for each variable of a table
 _Table = tuple[tuple[int, ...], dict[_Row, tuple[int, int]]]  # variables, and for each row (cost, largest)
 
@@ -68,7 +68,7 @@ class Elimination:
             if facts.whole(v):
                 continue  # on every rank already: any copy is a split, which is free
             scope: tuple[int, ...] = ()
-            rows: dict[_Row, _Asked] = {(): (value.home, frozenset())}
+            rows: dict[_Row, _State] = {(): (value.home, frozenset())}
             if facts.producer[v] >= 0:
                 scope = (self.same[facts.producer[v]],)
                 rows = {(i,): ((run.gives[v],), frozenset()) for i, run in facts.runs[facts.producer[v]].items()}
@@ -77,17 +77,17 @@ class Elimination:
             for i in range(len(uses) - 1, 0, -1):
                 later[i - 1] = later[i].union(*uses_of[v][uses[i]].values())
             for k, ahead in zip(uses, later):
-                fresh = (k,) if k not in scope else ()  # a step of a loop may read what the step before it made
-                same: dict[Any, _Asked] = {}  # one state for all states whose further costs are equal
+                new = (k,) if k not in scope else ()  # a step of a loop may read what the step before it made
+                same: dict[Any, _State] = {}  # one state for all states whose further costs are equal
                 table: dict[_Row, tuple[int, int]] = {}
-                after: dict[_Row, _Asked] = {}
-                for (row, (starts, asked)), (choice, needs) in product(rows.items(), uses_of[v][k].items()):
-                    if not fresh and row[scope.index(k)] != choice:
+                after: dict[_Row, _State] = {}
+                for (row, (starts, layouts)), (choice, needs) in product(rows.items(), uses_of[v][k].items()):
+                    if not new and row[scope.index(k)] != choice:
                         continue
-                    row += (choice,) * len(fresh)
-                    state = starts, asked | needs
+                    row += (choice,) * len(new)
+                    state = starts, layouts | needs
                     cost, relay, *_ = self.total(facts.shapes[v], *state)
-                    cost -= self.total(facts.shapes[v], starts, asked)[0]
+                    cost -= self.total(facts.shapes[v], starts, layouts)[0]
                     if k == uses[-1]:
                         table[row] = cost, relay  # only after the last use is it settled which copies are made
                     else:
@@ -95,38 +95,39 @@ class Elimination:
                         table[row + (state,)] = cost, 0
                         after[(state,)] = state
                 link = () if k == uses[-1] else (next(variables),)
-                tables.append(((*scope, *fresh, *link), table))
+                tables.append(((*scope, *new, *link), table))
                 scope, rows = link, after
         return tables
 
-    def _total(self, shape: Shape, starts: tuple[Layout, ...], asked: Copies) -> tuple[int, int, Layout, Copies]:
-        """(cost, largest copy that no op needs, start, all copies) of the cheapest moves to the layouts asked."""
+    def _total(self, shape: Shape, starts: tuple[Layout, ...], layouts: Copies) -> tuple[int, int, Layout, Copies]:
+        """(cost, largest copy that no op needs, start, all copies) of the cheapest moves to these layouts."""
         ways = []
         for start in starts:
-            cost, _, goal = shape.spread(frozenset({start}), asked)
-            ways.append((cost, shape.most(goal - asked - {start}), start, goal))
+            cost, _, goal = shape.spread(frozenset({start}), layouts)
+            ways.append((cost, shape.most(goal - layouts - {start}), start, goal))
         return min(ways, key=lambda way: way[:2])
 
-    def _outlook(self, shape: Shape, starts: tuple[Layout, ...], asked: Copies, ahead: Copies) -> _Row:
+    def _outlook(self, shape: Shape, starts: tuple[Layout, ...], layouts: Copies, ahead: Copies) -> _Row:
         """(more cost, largest relay) for each set of the layouts that may yet be needed of a value."""
-        now = self.total(shape, starts, asked)[0]
-        ways = (self.total(shape, starts, asked | more)[:2] for more in subsets(a for a in shape.layouts if a in ahead))
+        now = self.total(shape, starts, layouts)[0]
+        later = subsets(a for a in shape.layouts if a in ahead)
+        ways = (self.total(shape, starts, layouts | more)[:2] for more in later)
         return tuple((cost - now, relay) for cost, relay in ways)
 
     def moves(self, choices: Sequence[int]) -> tuple[dict[int, Layout], list[Move]]:
         """The homes, and the moves in order, each before the first op that needs its copy or a copy made from it."""
         facts = self.facts
         starts = {v: value.home for v, value in enumerate(facts.problem.values)}
-        asked: dict[int, dict[Layout, int]] = {}  # for each value: layout needed -> the first op that needs it
+        first_uses: dict[int, dict[Layout, int]] = {}  # for each value: layout needed -> the first op that needs it
         for k, choice in enumerate(choices):
             run = facts.runs[k][choice]
             starts.update((v, (layout,)) for v, layout in run.gives.items())
             for v, needs in run.needs.items():
                 for layout in needs:
-                    asked.setdefault(v, {}).setdefault(layout, k)
+                    first_uses.setdefault(v, {}).setdefault(layout, k)
         homes: dict[int, Layout] = {}
         moves: list[Move] = []
-        for v, first in asked.items():
+        for v, first in first_uses.items():
             _, _, start, goal = self.total(facts.shapes[v], starts[v], frozenset(first))
             if facts.producer[v] < 0:
                 homes[v] = start
@@ -163,15 +164,15 @@ class _Order:
             if self.place.get(variable) == at:  # else an outdated entry: the variable is queued again at another place
                 yield variable
 
-    def gone(self, variable: int, scope: tuple[int, ...]) -> None:
+    def eliminate(self, variable: int, scope: tuple[int, ...]) -> None:
         """Note that a variable was eliminated: its neighbours, the scope of the new table, now share that table."""
         del self.place[variable]
-        for other in scope:
-            self.near[other] = (self.near[other] | self.near[variable]) - {variable}
-        for other in {third for joined in scope for third in self.near[joined]}:
-            if (at := self.joins(other)) != self.place[other]:
-                self.place[other] = at
-                heappush(self.queue, (at, other))
+        for neighbour in scope:
+            self.near[neighbour] = (self.near[neighbour] | self.near[variable]) - {variable}
+        for neighbour in {third for joined in scope for third in self.near[joined]}:
+            if (at := self.joins(neighbour)) != self.place[neighbour]:
+                self.place[neighbour] = at
+                heappush(self.queue, (at, neighbour))
 
 
 def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> tuple[dict[int, Any] | None, int]:
@@ -184,29 +185,29 @@ def _minimize(tables: list[_Table], most: float, say: Callable[[str], None]) -> 
     times = Counter(variable for scope, _ in tables for variable in scope)
     hubs = [variable for variable, options in values.items() if len(options) == 1 and times[variable] > HUB]
     assignment: dict[int, Any] = {variable: next(iter(values[variable])) for variable in hubs}
-    left = {number: _without(assignment, table) for number, table in enumerate(tables)}
-    of = _tables_of(left)
-    order = _Order((scope for scope, _ in left.values()), {v: len(options) for v, options in values.items()})
+    live = {number: _without(assignment, table) for number, table in enumerate(tables)}
+    of = _tables_of(live)
+    order = _Order((scope for scope, _ in live.values()), {v: len(options) for v, options in values.items()})
     chosen: list[tuple[int, tuple[int, ...], dict[_Row, Any]]] = []
     total = 0
     for variable in order:
         say(f"{len(order.place)} choices to make")
         numbers = list(of.pop(variable))
         for number in numbers:
-            for other in set(left[number][0]) - {variable}:
-                del of[other][number]
+            for neighbour in set(live[number][0]) - {variable}:
+                del of[neighbour][number]
         alone: _Table = ((variable,), {(value,): (0, 0) for value in values[variable]})
-        least, rows = _least_of_all(alone, [left.pop(number) for number in numbers], most - total)
+        least, rows = _least_of_all(alone, [live.pop(number) for number in numbers], most - total)
         total += rows
         if least is None:
             return None, total
         scope, best = least
         chosen.append((variable, scope, {row: value for row, (_, value) in best.items()}))
         number = len(tables) + len(chosen)
-        left[number] = scope, {row: cost for row, (cost, _) in best.items()}
-        for other in scope:
-            of[other][number] = None
-        order.gone(variable, scope)
+        live[number] = scope, {row: cost for row, (cost, _) in best.items()}
+        for neighbour in scope:
+            of[neighbour][number] = None
+        order.eliminate(variable, scope)
     for variable, scope, choose in reversed(chosen):
         assignment[variable] = choose[tuple(map(assignment.__getitem__, scope))]
     return assignment, total
@@ -233,40 +234,40 @@ def _values(tables: list[_Table]) -> dict[int, dict[Any, None]]:
 def _without(known: Mapping[int, Any], table: _Table) -> _Table:
     """A table without the variables of `known`, each of which has a single value."""
     scope, rows = table
-    kept = [i for i, variable in enumerate(scope) if variable not in known]
-    if len(kept) == len(scope):
+    places = [i for i, variable in enumerate(scope) if variable not in known]
+    if len(places) == len(scope):
         return table
-    return tuple(scope[i] for i in kept), {tuple(row[i] for i in kept): cost for row, cost in rows.items()}
+    return tuple(scope[i] for i in places), {tuple(row[i] for i in places): cost for row, cost in rows.items()}
 
 
 def _join(one: _Table, two: _Table) -> _Table:
     """The join of two tables: rows that agree on shared variables are merged, costs added, and the larger size kept."""
-    fresh, pairs = _pairs(one, two)
+    new, pairs = _pairs(one, two)
     joined = {
         row + more: (cost + more_cost, largest if largest > more_largest else more_largest)
         for row, (cost, largest), matching in pairs
         for more, more_cost, more_largest in matching
     }
-    return one[0] + fresh, joined
+    return one[0] + new, joined
 
 
 def _least(one: _Table, two: _Table) -> tuple[tuple[int, ...], dict[_Row, tuple[tuple[int, int], Any]], int]:
     """Two tables joined and minimized over the first variable of `one`: for each row of the others (the least cost, the
     value that has it); and the number of rows joined."""
-    fresh, pairs = _pairs(one, two)
+    new, pairs = _pairs(one, two)
     best: dict[_Row, tuple[tuple[int, int], Any]] = {}
     count = 0
     for row, (cost, largest), matching in pairs:
-        value, rest = row[0], row[1:]
+        value, tail = row[0], row[1:]
         count += len(matching)
         for more, more_cost, more_largest in matching:
-            total, place = cost + more_cost, rest + more
+            total, place = cost + more_cost, tail + more
             known = best.get(place)
             if known is None or total <= known[0][0]:
                 both = total, largest if largest > more_largest else more_largest
                 if known is None or both < known[0]:
                     best[place] = both, value
-    return one[0][1:] + fresh, best, count
+    return one[0][1:] + new, best, count
 
 
 def _least_of_all(
@@ -292,15 +293,15 @@ _Match = list[tuple[_Row, int, int]]  # rows over the variables that only the se
 
 def _pairs(one: _Table, two: _Table) -> tuple[tuple[int, ...], Iterator[tuple[_Row, tuple[int, int], _Match]]]:
     """The variables that only `two` has; and each row of `one` with its cost and the rows of `two` that match."""
-    (scope, rows), (other, others) = one, two
-    fresh = [i for i, variable in enumerate(other) if variable not in scope]
-    shared = [(scope.index(variable), i) for i, variable in enumerate(other) if variable in scope]
+    (scope, rows), (scope_two, rows_two) = one, two
+    new = [i for i, variable in enumerate(scope_two) if variable not in scope]
+    shared = [(scope.index(variable), i) for i, variable in enumerate(scope_two) if variable in scope]
     match: dict[_Row, _Match] = {}
-    key, lookup, more = _picked([i for i, _ in shared]), _picked([i for _, i in shared]), _picked(fresh)
-    for row, (cost, largest) in others.items():
+    key, lookup, more = _picked([i for i, _ in shared]), _picked([i for _, i in shared]), _picked(new)
+    for row, (cost, largest) in rows_two.items():
         match.setdefault(lookup(row), []).append((more(row), cost, largest))
     none: _Match = []
-    return tuple(other[i] for i in fresh), ((row, cost, match.get(key(row), none)) for row, cost in rows.items())
+    return tuple(scope_two[i] for i in new), ((row, cost, match.get(key(row), none)) for row, cost in rows.items())
 
 
 def _picked(places: Sequence[int]) -> Callable[[_Row], _Row]:

@@ -47,36 +47,36 @@ class Shape:
         small = self.local[a] <= self.local[b] or not self.price[a, b]
         return small and all(self.price[a, c] <= self.price[b, c] for c in self.layouts if c != b)
 
-    def _reach(self, held: Copies) -> dict[Copies, tuple[int, Layout, Layout]]:
+    def _reach(self, copies: Copies) -> dict[Copies, tuple[int, Layout, Layout]]:
         """For every larger set of copies the cheapest cost to make it, and the last move: (cost, src, dst).
 
         A move adds one copy, so the cheapest path to a set extends the cheapest path to a set with one copy less.
         """
-        best: dict[Copies, tuple[int, Layout, Layout]] = {held: (0, None, None)}
+        best: dict[Copies, tuple[int, Layout, Layout]] = {copies: (0, None, None)}
         places = [*enumerate(self.layouts)]
-        for new in subsets([a for a in self.layouts if a not in held]):
+        for new in subsets([a for a in self.layouts if a not in copies]):
             ways = []
             for k, dst in ((k, a) for k, a in places if a in new):
-                had = held | new - {dst}
+                had = copies | new - {dst}
                 step, i = min((self.price[a, dst], i) for i, a in places if a in had)
                 ways.append((best[had][0] + step, i, k))
             if ways:
                 cost, i, k = min(ways)  # the first of equal ones
-                best[held | new] = cost, self.layouts[i], self.layouts[k]
+                best[copies | new] = cost, self.layouts[i], self.layouts[k]
         return best
 
-    def _spread(self, held: Copies, wanted: Copies) -> tuple[int, int, Copies]:
+    def _spread(self, copies: Copies, wanted: Copies) -> tuple[int, int, Copies]:
         """(cost, largest new copy, all copies) of the cheapest set of copies that contains the wanted ones."""
-        costs = {goal: cost for goal, (cost, *_) in self.reach(held).items() if wanted <= goal}
+        costs = {goal: cost for goal, (cost, *_) in self.reach(copies).items() if wanted <= goal}
         least = min(costs.values())
-        ways = ((least, self.most(goal - held), goal) for goal, cost in costs.items() if cost == least)
+        ways = ((least, self.most(goal - copies), goal) for goal, cost in costs.items() if cost == least)
         return min(ways, key=lambda way: way[:2])
 
-    def path(self, held: Copies, goal: Copies) -> list[tuple[Layout, Layout]]:
+    def path(self, copies: Copies, goal: Copies) -> list[tuple[Layout, Layout]]:
         """The moves (src, dst), in order, from the copies held to the goal."""
         moves: list[tuple[Layout, Layout]] = []
-        while goal != held:
-            _, src, dst = self.reach(held)[goal]
+        while goal != copies:
+            _, src, dst = self.reach(copies)[goal]
             moves.insert(0, (src, dst))
             goal = goal - {dst}
         return moves
@@ -157,10 +157,10 @@ class Index:
             self.runs[k] = parts or runs
         self.shapes = self._shapes(self.runs, limit)
 
-    def _shapes(self, taken: Iterable[Iterable[int]], limit: float = inf) -> list[Shape]:
-        """taken: the indices of each op's choices; limit: bytes up to which a move may gather a value on the way."""
+    def _shapes(self, choices: Iterable[Iterable[int]], limit: float = inf) -> list[Shape]:
+        """choices: the indices of each op's choices; limit: bytes up to which a move may gather a value on the way."""
         named: list[set[Layout]] = [set(value.home) for value in self.problem.values]
-        for op, indices in zip(self.problem.ops, taken):
+        for op, indices in zip(self.problem.ops, choices):
             for choice in (op.choices[i] for i in indices):
                 for v, layout in op.layouts(choice):
                     named[v].add(layout)
@@ -222,9 +222,9 @@ class Index:
     ) -> Solution:
         """The solution of these choices and moves, with the cost that replaying them gives."""
         values, size = self.problem.values, self.problem.size
-        taken = [op.choices[choice] for op, choice in zip(self.problem.ops, choices)]
+        picks = [op.choices[choice] for op, choice in zip(self.problem.ops, choices)]
         runs = [options[choice] for options, choice in zip(self.runs, choices)]
-        held = self.held(runs, homes, moves)
+        loads = self.loads(runs, homes, moves)
         idle = {v: value.home[0] for v, value in enumerate(values) if value.home and v not in homes}
         calls = [price(values[move.value], move.src, move.dst, size)[1] for move in moves]
         sizes = [run.largest for run in runs] + [self.shapes[move.value].local[move.dst] for move in moves]
@@ -232,15 +232,15 @@ class Index:
             choices=tuple(choices),
             homes=homes | idle,
             moves=tuple(moves),
-            bytes=sum(choice.bytes for choice in taken) + sum(move.bytes for move in moves),
-            calls=sum(choice.calls for choice in taken) + sum(calls),
+            bytes=sum(choice.bytes for choice in picks) + sum(move.bytes for move in moves),
+            calls=sum(choice.calls for choice in picks) + sum(calls),
             largest=max(sizes, default=0),
-            peak=self.problem.resident + max(held, default=0),
+            peak=self.problem.resident + max(loads, default=0),
             exact=exact,
             states=states,
         )
 
-    def held(self, runs: Sequence[Digest], homes: Mapping[int, Layout], moves: Iterable[Move]) -> list[int]:
+    def loads(self, runs: Sequence[Digest], homes: Mapping[int, Layout], moves: Iterable[Move]) -> list[int]:
         """Bytes that a rank holds at each op: outputs and work, all saved so far, and copies while they are used."""
         lives: list[list[int]] = []  # for each copy: local bytes, and the first and the last op during which it exists
         latest: dict[tuple[int, Layout], list[int]] = {}
@@ -262,11 +262,11 @@ class Index:
                 latest[v, layout][2] = k
             for v, layout in run.gives.items():
                 appear(v, layout, k + 1)  # during op k it is part of run.room
-        held = [run.room + saved for run, saved in zip(runs, accumulate(run.saved for run in runs))]
+        loads = [run.room + saved for run, saved in zip(runs, accumulate(run.saved for run in runs))]
         for nbytes, first, last in lives:
             for k in range(first, last + 1):
-                held[k] += nbytes
-        return held
+                loads[k] += nbytes
+        return loads
 
 
 def subsets(items: Iterable[Layout]) -> Iterator[Copies]:

@@ -50,8 +50,8 @@ def runs(problem: Problem) -> list[int]:
         for k in range(len(alike)):
             window = alike[max(0, k - RUN + 1) : k + 1] if before else alike[k : k + RUN]
             if len(window) == RUN:
-                one, other = sorted((root(k), root(seen.setdefault(tuple(window), k))))
-                first[other] = one
+                one, later = sorted((root(k), root(seen.setdefault(tuple(window), k))))
+                first[later] = one
     return [root(k) for k in range(len(alike))]
 
 

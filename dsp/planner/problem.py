@@ -200,9 +200,9 @@ def dealt(value: Value, src: Layout, dst: Layout, n: int) -> list[list[int]]:
 def _switched(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:
     if value.packed[0] is not None:
         return [sum(sent) - sent[rank] for rank, sent in enumerate(dealt(value, src, dst, n))]
-    extent, held = value.extent(dst), value.parts(src, n)
+    extent, local_bytes = value.extent(dst), value.parts(src, n)
     size, parts = length(extent), chunk_sizes(extent, n)
-    return [local * (size - kept) // max(size, 1) for local, kept in zip(held, parts)]
+    return [local * (size - part) // max(size, 1) for local, part in zip(local_bytes, parts)]
 
 
 def _gathered(value: Value, src: Layout, dst: Layout, n: int) -> list[int]:

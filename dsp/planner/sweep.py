@@ -60,13 +60,14 @@ class Sweep:
         states = (tuple(frozenset({layout}) for layout in layouts) for layouts in islice(homes, STATES + 1))
         labels = self.cut([_Label(0, 0, 0, state) for state in states], lambda label: self.weigh(0, label))
         labels = self.select(0, labels)
-        ahead, left = _rest(len(runs) * len(live) for runs, live in zip(self.facts.runs, self.facts.live)), WORK
+        ahead = _suffix_sums(len(runs) * len(live) for runs, live in zip(self.facts.runs, self.facts.live))
+        budget = WORK
         for k in range(len(self.facts.runs)):
             self.say(f"{len(self.facts.runs) - k} operations to lay out")
             if self.capacity == inf:  # with a memory limit, a plan that fits is worth any time
-                self.width = min(STATES, max(FEW, left // max(ahead[k], 1)))
+                self.width = min(STATES, max(FEW, budget // max(ahead[k], 1)))
             labels = [new for label in labels for new in self.extend(k, label)]
-            left -= len(labels) * len(self.facts.live[k])
+            budget -= len(labels) * len(self.facts.live[k])
             labels = self.select(k + 1, labels)
             if not labels:
                 missed = "" if self.exact else ". The search was cut short, so it may have missed a plan that fits"
@@ -84,8 +85,8 @@ class Sweep:
             saved = label.saved + run.saved
             room = self.capacity - facts.problem.resident - saved - run.room
             options = [
-                self.options(facts.shapes[v], held, run.needs.get(v, frozenset()), wanted.get(v, frozenset()))
-                for v, held in zip(facts.live[k], label.state)
+                self.options(facts.shapes[v], copies, run.needs.get(v, frozenset()), wanted.get(v, frozenset()))
+                for v, copies in zip(facts.live[k], label.state)
             ]
             least = sum(min(option.nbytes for option in every) for _, every in options)
             self.tight[k] = min(self.tight.get(k, inf), self.capacity - room + least)
@@ -106,8 +107,8 @@ class Sweep:
         self, options: Sequence[tuple[list[_Option], list[_Option]]], room: float
     ) -> list[tuple[int, int, int, tuple[_Option, ...]]]:
         """(cost, largest, bytes, options) of the combinations of one option for each value, within the room."""
-        most = _rest(max(option.nbytes for option in full) for full, _ in options)
-        least = _rest(min(option.nbytes for option in every) for _, every in options)
+        most = _suffix_sums(max(option.nbytes for option in full) for full, _ in options)
+        least = _suffix_sums(min(option.nbytes for option in every) for _, every in options)
         ways: list[tuple[int, int, int, tuple[_Option, ...]]] = [(0, 0, 0, ())]
         for i, (full, every) in enumerate(options):
             ways = [
@@ -120,21 +121,21 @@ class Sweep:
         return ways
 
     def _options(
-        self, shape: Shape, held: Copies, needs: Copies, wanted: Copies
+        self, shape: Shape, copies: Copies, needs: Copies, wanted: Copies
     ) -> tuple[list[_Option], list[_Option]]:
         """The futures of the copies held, before an op that needs some: if all may stay, and if any may be dropped."""
 
         def option(keep: Copies) -> _Option:
-            cost, largest, goal = shape.spread(held, keep)
+            cost, largest, goal = shape.spread(copies, keep)
             after = keep
             for layout in (layout for layout in shape.layouts if layout in keep - wanted):
-                if any(shape.replaces(other, layout) for other in after - {layout}):
+                if any(shape.replaces(copy, layout) for copy in after - {layout}):
                     after = after - {layout}
             return _Option(cost, largest, shape.weigh(keep), keep, goal, after)
 
         if not wanted:  # the value's last use
             return [option(needs)], [option(needs)]
-        full = [option(goal) for goal in shape.reach(held) if needs <= goal] if needs - held else [option(held)]
+        full = [option(goal) for goal in shape.reach(copies) if needs <= goal] if needs - copies else [option(copies)]
         every = [option(keep) for keep in subsets(shape.layouts) if keep and needs <= keep]
         return self.worthwhile(shape, full, wanted), self.worthwhile(shape, every, wanted)
 
@@ -151,19 +152,19 @@ class Sweep:
                 best.append(new)
         return best
 
-    def _regret(self, shape: Shape, mine: Copies, other: Copies, wanted: Copies) -> tuple[int, int]:
-        """(cost, largest) of the moves that make the copies `mine` as good as the copies `other`, at any capacity.
+    def _regret(self, shape: Shape, copies: Copies, rival: Copies, wanted: Copies) -> tuple[int, int]:
+        """(cost, largest) of the moves that make some copies as good as those of a `rival`, at any capacity.
 
-        These are the moves to the copies `other`; or the moves to all wanted copies, if these together weigh no more
-        than each unwanted one among `other` (usually the replicated copy) and no unwanted copy is the source of a
-        useful third.
+        These are the moves to the rival's copies; or the moves to all wanted copies, if these together weigh no more
+        than each unwanted one of the rival (usually the replicated copy) and no unwanted copy is the source of a useful
+        third.
         """
-        best = shape.spread(mine, other)[:2]
-        spare = other - wanted
+        best = shape.spread(copies, rival)[:2]
+        spare = rival - wanted
         if spare and all(shape.weigh(wanted) <= shape.local[a] for a in spare):
             third = [a for a in shape.layouts if a not in wanted and a is not None]
             if all(any(shape.replaces(b, a) for b in wanted) for a in third):
-                best = min(best, shape.spread(mine, wanted)[:2])
+                best = min(best, shape.spread(copies, wanted)[:2])
         return best
 
     def select(self, k: int, labels: list[_Label]) -> list[_Label]:
@@ -171,7 +172,7 @@ class Sweep:
         shapes, wanted, live = self.facts.shapes, self.facts.wanted[k], self.facts.live[k]
 
         def order(label: _Label) -> tuple[int, int, int]:  # as if half of the missing copies had to be paid
-            lack = sum(shapes[v].spread(held, wanted[v])[0] for v, held in zip(live, label.state))
+            lack = sum(shapes[v].spread(copies, wanted[v])[0] for v, copies in zip(live, label.state))
             return 2 * label.cost + lack, label.largest, label.saved
 
         best: list[_Label] = []
@@ -184,22 +185,23 @@ class Sweep:
         self.states += len(best)
         return best
 
-    def beats(self, k: int, label: _Label, other: _Label) -> bool:
+    def beats(self, k: int, label: _Label, rival: _Label) -> bool:
         """Tell whether a label does at least as well as the other whatever follows."""
-        gap, largest = other.cost - label.cost, label.largest
-        if label.saved > other.saved:
+        gap, largest = rival.cost - label.cost, label.largest
+        if label.saved > rival.saved:
             return False
-        for v, mine, its in zip(self.facts.live[k], label.state, other.state):
-            if mine != its:
-                cost, size = self.regret(self.facts.shapes[v], mine, its, self.facts.wanted[k][v])
+        for v, copies, rival_copies in zip(self.facts.live[k], label.state, rival.state):
+            if copies != rival_copies:
+                cost, size = self.regret(self.facts.shapes[v], copies, rival_copies, self.facts.wanted[k][v])
                 gap, largest = gap - cost, max(largest, size)
                 if gap < 0:
                     return False
-        return gap > 0 or largest <= other.largest
+        return gap > 0 or largest <= rival.largest
 
     def weigh(self, k: int, label: _Label) -> int:
         """Bytes held before op k."""
-        return label.saved + sum(self.facts.shapes[v].weigh(held) for v, held in zip(self.facts.live[k], label.state))
+        shapes = self.facts.shapes
+        return label.saved + sum(shapes[v].weigh(copies) for v, copies in zip(self.facts.live[k], label.state))
 
     def cut(self, items: list[T], weigh: Callable[[T], int]) -> list[T]:
         """At most `width` items: half are the first and most promising, half the lightest of the rest."""
@@ -212,16 +214,16 @@ class Sweep:
     def moves(self, path: Sequence[_Label]) -> tuple[dict[int, Layout], list[Move]]:
         """The homes, and the moves in order."""
         facts = self.facts
-        homes = {v: layout for v, held in zip(facts.live[0], path[0].state) for layout in held}
+        homes = {v: layout for v, copies in zip(facts.live[0], path[0].state) for layout in copies}
         moves = [
             facts.move(v, src, dst, k)
             for k, (before, label) in enumerate(pairwise(path))
-            for v, held, goal in zip(facts.live[k], before.state, label.goals)
-            for src, dst in facts.shapes[v].path(held, goal)
+            for v, copies, goal in zip(facts.live[k], before.state, label.goals)
+            for src, dst in facts.shapes[v].path(copies, goal)
         ]
         return homes, moves
 
 
-def _rest(sizes: Iterable[int]) -> list[int]:
+def _suffix_sums(sizes: Iterable[int]) -> list[int]:
     """The suffix sums: 1, 2, 3 gives 6, 5, 3, 0."""
     return list(accumulate(reversed(list(sizes)), initial=0))[::-1]
