@@ -541,8 +541,8 @@ FAULTS = [
     Fault(
         "gradients of switches under way at once come back in the pieces they went in",
         "dsp/comm/collectives.py",
-        "[of[i] for i in asks] if of else [], gone, came, back, wire",
-        "[of[i] for i in asks] if of else [], came, gone, back, wire",
+        "[of[i] for i in asks] if of else [], dst_pieces, src_pieces, back, wire",
+        "[of[i] for i in asks] if of else [], src_pieces, dst_pieces, back, wire",
         "dsp/comm/test_ops::test_concurrent_all_to_alls",
     ),
     Fault(

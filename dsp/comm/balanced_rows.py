@@ -46,7 +46,7 @@ class RowDeal:
 
     def local_size(self, rank: int) -> int:
         """How many rows are dealt to a rank."""
-        return sum(self.traffic.taken(rank))
+        return sum(self.traffic.takes(rank))
 
     def order(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows of a rank's chunk by those to whom they are dealt; and where each of them is then."""
@@ -82,7 +82,7 @@ def deal_of(size: int, n: int, step: int) -> RowDeal:
 def _exchange(x: Tensor, dim: int, size: int, step: int, group: str, back: bool = False) -> AlongDim:
     n, rank = ranks(group)
     deal, form = deal_of(size, n, step), (tuple(x.shape), order_of(x))
-    chunk, dealt = deal.traffic.given(rank), deal.traffic.taken(rank)
+    chunk, dealt = deal.traffic.gives(rank), deal.traffic.takes(rank)
     if back:
         return AlongDim(form, dim, group, dealt, chunk, make=lambda y: y.index_select(0, deal.order(rank, y.device)[1]))
     return AlongDim(form, dim, group, chunk, dealt, lambda y: y.index_select(0, deal.order(rank, y.device)[0]))
@@ -95,12 +95,12 @@ def _rows_of(x: Tensor, dim: int, size: int, step: int, group: str, back: bool =
 
 exchanges(
     "deal(Tensor x, int dim, int size, int step, str group) -> Tensor", _exchange, _rows_of,
-    lambda g, shape, *where: torch.ops.dsp.collect(g, *where), "rows",
+    lambda g, shape, *arguments: torch.ops.dsp.collect(g, *arguments), "rows",
 )  # fmt: skip
 exchanges(
     "collect(Tensor x, int dim, int size, int step, str group) -> Tensor",
     partial(_exchange, back=True), partial(_rows_of, back=True),
-    lambda g, shape, *where: torch.ops.dsp.deal(g, *where), "rows",
+    lambda g, shape, *arguments: torch.ops.dsp.deal(g, *arguments), "rows",
 )  # fmt: skip
 
 

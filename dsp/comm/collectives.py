@@ -91,23 +91,23 @@ def collective(
     """
     name = schema.partition("(")[0]
 
-    def fresh(*args: Any) -> Any:
+    def implementation(*args: Any) -> Any:
         notify(name, *args)
         out = kernel(*args)
         return list(map(alone, out)) if isinstance(out, list) else alone(out)
 
     def backward(ctx: Any, grad: Any) -> Any:
         if type(ctx.shape) is torch.Size:
-            return run_observed(ctx, back, grad, ctx.shape, *ctx.where), *[None] * len(ctx.where)  # type: ignore[arg-type]
+            return run_observed(ctx, back, grad, ctx.shape, *ctx.arguments), *[None] * len(ctx.arguments)  # type: ignore[arg-type]
         asks = [i for i in ctx.asks if grad[i] is not None]  # a result that no rank used has none
         some = [grad[i] for i in asks]
-        grads = dict(zip(asks, run_observed(ctx, back, some, asks, ctx.shape, *ctx.where))) if asks else {}  # type: ignore[arg-type]
+        grads = dict(zip(asks, run_observed(ctx, back, some, asks, ctx.shape, *ctx.arguments))) if asks else {}  # type: ignore[arg-type]
         # torch takes an empty list for one of tensors
-        return [grads.get(i) for i in range(len(grad))], *([] if value == [] else None for value in ctx.where)
+        return [grads.get(i) for i in range(len(grad))], *([] if value == [] else None for value in ctx.arguments)
 
     _lib.define(schema, tags=EXACT)
     for device in ("CPU", "CUDA"):
-        _lib.impl(name, fresh, device)
+        _lib.impl(name, implementation, device)
     torch.library.register_fake(f"dsp::{name}", fake, lib=_lib)
     if back is not None:
         torch.library.register_autograd(f"dsp::{name}", backward, setup_context=_keep, lib=_lib)
@@ -116,7 +116,7 @@ def collective(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     save_observer(ctx)
-    x, *ctx.where = inputs
+    x, *ctx.arguments = inputs
     if isinstance(x, Tensor):
         ctx.shape = x.shape
     else:
@@ -129,8 +129,8 @@ def exchanges(
     kernel: Callable[[Any, Tensor], Tensor] = run,
 ) -> None:  # fmt: skip
     """Define an op on one tensor that is an exchange, which `plan` makes of its arguments, counted as `kind`."""
-    name = collective(schema, lambda x, *where: kernel(plan(x, *where), x), fake, back)
-    COLLECTIVES[name] = lambda x, *where: sent(kind, plan(x, *where), x)
+    name = collective(schema, lambda x, *arguments: kernel(plan(x, *arguments), x), fake, back)
+    COLLECTIVES[name] = lambda x, *arguments: sent(kind, plan(x, *arguments), x)
 
 
 def exchanges_of_many(
@@ -139,9 +139,9 @@ def exchanges_of_many(
 ) -> None:  # fmt: skip
     """Define an op on several tensors that is exchanges: `plans` makes them and what each packs of the arguments."""
 
-    def kernel(xs: list[Tensor], *where: Any) -> list[Tensor]:
+    def kernel(xs: list[Tensor], *arguments: Any) -> list[Tensor]:
         # all at once: links have something to send while a rank waits for a slower one
-        under_way = [(plan, launched(plan.pack(x), plan)) for plan, x in plans(xs, *where)]
+        under_way = [(plan, launched(plan.pack(x), plan)) for plan, x in plans(xs, *arguments)]
         for _, one in under_way:
             one.go_on()
         results = [plan.unpack(one.arrived()) for plan, one in under_way]
@@ -183,8 +183,8 @@ exchanges(
     lambda x, src, dst, size, group, src_pieces=(), dst_pieces=(), *wire: resized(
         x, {src: size, dst: _local_size(x.shape[dst], dst_pieces, group)}
     ),
-    lambda g, shape, src, dst, size, group, came, gone, wire, back: ops.switch(
-        g, dst, src, shape[dst], group, gone, came, back, wire
+    lambda g, shape, src, dst, size, group, src_pieces, dst_pieces, wire, back: ops.switch(
+        g, dst, src, shape[dst], group, dst_pieces, src_pieces, back, wire
     ),
     "switch",
 )
@@ -203,8 +203,8 @@ exchanges(
     lambda x, src, dst, src_parts, dst_parts, among, group: resized(
         x, {src: sum(src_parts), dst: dst_parts[among.index(ranks(group)[1])]}
     ),
-    lambda g, shape, src, dst, src_parts, dst_parts, *where: ops.switch_among(
-        g, dst, src, dst_parts, src_parts, *where
+    lambda g, shape, src, dst, src_parts, dst_parts, *arguments: ops.switch_among(
+        g, dst, src, dst_parts, src_parts, *arguments
     ),
     "switch",
 )
@@ -216,17 +216,17 @@ def _switches(
 ) -> list[tuple[ExchangePlan, Any]]:  # fmt: skip
     """The exchanges of several switches, and what each packs. With `of` they share one, in which tensors of one number
     there, the pieces of one value, are packed as one."""
-    where = [*zip(src, dst, src_size)]
+    ends = [*zip(src, dst, src_size)]
     if not of:
         pieces = group, src_pieces, dst_pieces
-        return [(in_format(switch_plan(x, *w, *pieces), wire, x.dtype), x) for x, w in zip(xs, where)]
+        return [(in_format(switch_plan(x, *w, *pieces), wire, x.dtype), x) for x, w in zip(xs, ends)]
     if not any(format_of(wire, x.dtype) for x in xs):
         if len({x.dtype for x in xs}) > 1:  # as bytes, in a dim of their own
             xs = [x.resolve_conj().resolve_neg().unsqueeze(-1).view(torch.uint8) for x in xs]
-        return [(joint_plan(xs, where, group), xs)]
+        return [(joint_plan(xs, ends, group), xs)]
     plans, groups = list[ExchangePlan](), [[*same] for _, same in groupby(range(len(xs)), of.__getitem__)]
     for indices in groups:
-        plan = joint_plan([xs[i] for i in indices], [where[i] for i in indices], group)
+        plan = joint_plan([xs[i] for i in indices], [ends[i] for i in indices], group)
         dtype = xs[indices[0]].dtype
         plans.append(in_format(plan, wire, dtype) if format_of(wire, dtype) else Bytes(plan, dtype))
     return [(Together(plans), [[xs[i] for i in indices] for indices in groups])]
@@ -237,11 +237,11 @@ exchanges_of_many(
     "int[] dst_pieces, str wire, str back) -> Tensor[]",
     _switches,
     lambda xs, src, dst, size, group, of, *pieces: [
-        ops.switch(x, *where, group, *pieces) for x, where in zip(xs, zip(src, dst, size))
+        ops.switch(x, *ends, group, *pieces) for x, ends in zip(xs, zip(src, dst, size))
     ],
-    lambda gs, asks, shapes, src, dst, size, group, of, came, gone, wire, back: ops.switch_many(
+    lambda gs, asks, shapes, src, dst, size, group, of, src_pieces, dst_pieces, wire, back: ops.switch_many(
         gs, [dst[i] for i in asks], [src[i] for i in asks], [shapes[i][dst[i]] for i in asks], group,
-        [of[i] for i in asks] if of else [], gone, came, back, wire,
+        [of[i] for i in asks] if of else [], dst_pieces, src_pieces, back, wire,
     ),
     "switch",
 )  # fmt: skip
@@ -249,7 +249,7 @@ exchanges_of_many(
 
 def _start(x: Tensor, out_splits: list[int], in_splits: list[int], group: str, total: int, rows: list[int]) -> Tensor:
     one = launched(x, ExchangePlan(group, in_splits, out_splits, total, rows))
-    while one.left > 1:
+    while one.pending > 1:
         one.go_on()
     arrives_by(one.out, one.works)
     return one.out
@@ -257,7 +257,7 @@ def _start(x: Tensor, out_splits: list[int], in_splits: list[int], group: str, t
 
 collective(  # to be waited for
     "start(Tensor x, int[] out_splits, int[] in_splits, str group, int total, int[] rows) -> Tensor", _start,
-    lambda x, out_splits, *where: like(x, [sum(out_splits)]),
+    lambda x, out_splits, *arguments: like(x, [sum(out_splits)]),
 )  # fmt: skip
 
 # ---------------------------------------------------------------------------------------- along one dim: gathers, sums
@@ -274,16 +274,16 @@ class AlongDim(ExchangePlan):
         self, form: Form, dim: int, group: str, gives: Sequence[int], takes: Sequence[int],
         send: Callable[[Tensor], Tensor] = Tensor.contiguous, make: Callable[[Tensor], Tensor] = Tensor.contiguous,
     ) -> None:  # fmt: skip
-        (shape, self.kept), self.dim, self.send, self.make = form, dim, send, make
-        rest = shape[:dim] + shape[dim + 1 :]
-        self.arriving, row = (sum(takes), *rest), math.prod(rest)
+        (shape, self.dim_order), self.dim, self.send, self.make = form, dim, send, make
+        row_shape = shape[:dim] + shape[dim + 1 :]
+        self.arriving, row = (sum(takes), *row_shape), math.prod(row_shape)
         super().__init__(group, [k * row for k in gives], [k * row for k in takes])
 
     def pack(self, x: Tensor) -> Tensor:
         return self.send(x.movedim(self.dim, 0)).reshape(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
-        return dense(self.make(received.view(self.arriving)).movedim(0, self.dim), self.kept)
+        return dense(self.make(received.view(self.arriving)).movedim(0, self.dim), self.dim_order)
 
 
 def in_pieces(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
@@ -327,7 +327,7 @@ exchanges(
     lambda x, dim, size, group, pieces=(): _gather(
         (tuple(x.shape), order_of(x)), dim, size, group, tuple(pieces), *ranks(group)
     ),
-    lambda x, dim, size, *where: resized(x, {dim: size}),
+    lambda x, dim, size, *arguments: resized(x, {dim: size}),
     lambda g, shape, dim, size, group, pieces: ops.reduce_scatter(g, dim, group, pieces), "gather", gathered,
 )  # fmt: skip
 exchanges(
@@ -355,6 +355,6 @@ collective(
 
 
 @counts("all_reduce", "all_reduce")
-def all_reduce(x: Tensor, *where: Any) -> int:
-    n, _ = ranks(where[-1])
+def all_reduce(x: Tensor, *arguments: Any) -> int:
+    n, _ = ranks(arguments[-1])
     return -(-2 * x.numel() * added_in(x.dtype).itemsize * (n - 1) // n)  # a ring: reduce-scatter, then all-gather

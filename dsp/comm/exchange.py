@@ -249,24 +249,24 @@ class Among(ExchangePlan):
 
 @dataclass(slots=True)
 class Launched:
-    """An exchange under way: the works of its current leg, and `left` legs, each to begin when that before arrived."""
+    """An exchange under way: works of its current leg, and `pending` legs, each to begin when that before arrived."""
 
     out: Tensor
     dtype: torch.dtype
     works: list[Any]
-    left: int = 1
+    pending: int = 1
     legs: Any = None  # an iterator of works
 
     def go_on(self) -> None:
         """Begin the next leg, if there is one."""
-        if self.left > 1:
+        if self.pending > 1:
             for work in self.works:
                 work.wait()
-            self.left, self.works = self.left - 1, next(self.legs)
+            self.pending, self.works = self.pending - 1, next(self.legs)
 
     def arrived(self) -> Tensor:
         """Wait for all legs, and return the flat tensor that arrived."""
-        while self.left > 1:
+        while self.pending > 1:
             self.go_on()
         for work in self.works:
             work.wait()
@@ -282,8 +282,8 @@ def launched(send: Tensor, plan: ExchangePlan) -> Launched:
     out, pg = flat.new_empty(sum(plan.out_splits)), _resolve_process_group(name)  # type: ignore[arg-type]
     if ways is None or (way := plan.way(flat.element_size())) == DIRECT:
         return Launched(out, send.dtype, all_to_all(out, flat, plan.out_splits, plan.in_splits, pg, plan.total))
-    left, legs = legs_of(way, flat, out, plan.out_splits, plan.to_each, pg, ways.node)
-    return Launched(out, send.dtype, next(legs), left, legs)
+    count, legs = legs_of(way, flat, out, plan.out_splits, plan.to_each, pg, ways.node)
+    return Launched(out, send.dtype, next(legs), count, legs)
 
 
 def run(plan: ExchangePlan, x: Any) -> Any:
@@ -331,16 +331,16 @@ class SwitchPlan(ExchangePlan):
     `dst` is the outermost dim, the blocks already lie in order, and sending copies nothing. Otherwise blocks are packed
     with `src` first, so that received blocks join without a copy. With batch 1 a switch costs one copy either way. The
     order depends only on global sizes, since strides may differ from rank to rank. The result has its dims in memory
-    in the order `kept` (see `order_of`). A part of a joined dim is a part of each of its pieces.
+    in `dim_order` (see `order_of`). A part of a joined dim is a part of each of its pieces.
     """
 
     def __init__(
         self, shape: tuple[int, ...], src: int, dst: int, src_parts: Sequence[int], dst_parts: Sequence[int], rank: int,
-        kept: tuple[int, ...] | None = None, group: str = "",
+        dim_order: tuple[int, ...] | None = None, group: str = "",
     ) -> None:  # fmt: skip
-        self.shape, self.src, self.dst, self.dst_parts, self.kept = shape, src, dst, list(dst_parts), kept
-        self.came: list[tuple[int, ...]] = []  # for each piece of src, the part of each rank, if src is joined
-        self.gone: list[tuple[int, ...]] = []  # the same of dst
+        self.shape, self.src, self.dst, self.dst_parts, self.dim_order = shape, src, dst, list(dst_parts), dim_order
+        self.src_pieces: list[tuple[int, ...]] = []  # for each piece of src, the part of each rank, if src is joined
+        self.dst_pieces: list[tuple[int, ...]] = []  # the same of dst
         n, src_size = len(src_parts), sum(src_parts)
         src_part, dst_part = src_parts[rank], dst_parts[rank]
         if (shape[src], shape[dst]) != (src_part, sum(dst_parts)):
@@ -349,9 +349,9 @@ class SwitchPlan(ExchangePlan):
                 f"expected {src_part} along dim {src} (this rank's part of {src_size}) and {sum(dst_parts)} along dim "
                 f"{dst} (all of it)"
             )
-        rest = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
-        goes, comes = [src_part * d * rest for d in self.dst_parts], [s * dst_part * rest for s in src_parts]
-        super().__init__(group, goes, comes, src_size * shape[dst] * rest, [part * rest for part in src_parts])
+        unit = math.prod(s for d, s in enumerate(shape) if d not in (src, dst))
+        goes, comes = [src_part * d * unit for d in self.dst_parts], [s * dst_part * unit for s in src_parts]
+        super().__init__(group, goes, comes, src_size * shape[dst] * unit, [part * unit for part in src_parts])
 
         def out(src_size: int) -> list[int]:
             return [src_size if d == src else dst_part if d == dst else s for d, s in enumerate(shape)]
@@ -385,7 +385,7 @@ class SwitchPlan(ExchangePlan):
         return self.dst if self.dst_leads else self.dst + (self.dst < self.src)
 
     def pack(self, x: Tensor) -> Tensor:
-        if self.gone:
+        if self.dst_pieces:
             return self.pack_pieces(x)
         blocks = x if self.dst_leads else self.blocks(x)
         if isinstance(blocks, Tensor):
@@ -396,31 +396,31 @@ class SwitchPlan(ExchangePlan):
 
     def pack_pieces(self, x: Tensor) -> Tensor:
         lead, dim = self.leading(x), self.block_dim
-        parts, send = lead.split([length for piece in self.gone for length in piece], dim), x.new_empty(x.numel())
+        parts, send = lead.split([length for piece in self.dst_pieces for length in piece], dim), x.new_empty(x.numel())
         for rank, room in enumerate(send.split(self.in_splits)):
             shape = [*lead.shape[:dim], self.dst_parts[rank], *lead.shape[dim + 1 :]]
             torch.cat(parts[rank :: len(self.dst_parts)], dim, out=room.view(shape))
         return send
 
     def unpack(self, received: Tensor) -> Tensor:
-        if self.dst_leads or self.came:
+        if self.dst_leads or self.src_pieces:
             return self.from_each(received.split(self.out_splits))
         joined = received.view(self.joined).movedim(0, self.src)
-        return joined.contiguous() if self.kept is None else dense(joined, self.kept)
+        return joined.contiguous() if self.dim_order is None else dense(joined, self.dim_order)
 
     def room(self, received: Tensor) -> Tensor:
         """The tensor into which `fill` will unpack one under way; the latter itself, if no copy will be needed."""
-        if not (self.dst_leads or self.came):
+        if not (self.dst_leads or self.src_pieces):
             joined = received.view(self.joined).movedim(0, self.src)
-            if (joined if self.kept is None else joined.permute(self.kept)).is_contiguous():
+            if (joined if self.dim_order is None else joined.permute(self.dim_order)).is_contiguous():
                 return joined
         shape = list(self.received[0])
         shape[self.src] = self.joined[0]
-        return empty(received, shape, self.kept)
+        return empty(received, shape, self.dim_order)
 
     def fill(self, room: Tensor, received: Tensor) -> None:
         """Unpack a tensor that has arrived into the `room` made for it."""
-        if self.dst_leads or self.came:
+        if self.dst_leads or self.src_pieces:
             self.join(self.of_ranks(received.split(self.out_splits)), room)
         elif room.data_ptr() != received.data_ptr():
             room.copy_(received.view(self.joined).movedim(0, self.src))
@@ -435,14 +435,14 @@ class SwitchPlan(ExchangePlan):
 
     def join(self, parts: list[Tensor], room: Tensor | None = None) -> Tensor:
         """The result, joined in one copy from the parts of all ranks; into `room`, if given."""
-        if self.came:  # each rank sent its part of every piece
-            pieces = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.came))]
-            parts = [of_rank[k] for k in range(len(self.came)) for of_rank in pieces]
-        if self.kept is None:
+        if self.src_pieces:  # each rank sent its part of every piece
+            pieces = [part.split(sizes, self.src) for part, sizes in zip(parts, zip(*self.src_pieces))]
+            parts = [of_rank[k] for k in range(len(self.src_pieces)) for of_rank in pieces]
+        if self.dim_order is None:
             return torch.cat(parts, self.src, out=room).contiguous()
-        parts = [part.permute(self.kept) for part in parts]
-        room = None if room is None else room.permute(self.kept)
-        return torch.cat(parts, self.kept.index(self.src), out=room).contiguous().permute(inverse(self.kept))
+        parts = [part.permute(self.dim_order) for part in parts]
+        room = None if room is None else room.permute(self.dim_order)
+        return torch.cat(parts, self.dim_order.index(self.src), out=room).contiguous().permute(inverse(self.dim_order))
 
 
 class JointPlan(Together):
@@ -475,21 +475,22 @@ Form = tuple[tuple[int, ...], tuple[int, ...] | None]  # shape, and the order of
 
 @lru_cache(maxsize=4096)
 def _switch_plan(
-    form: Form, where: tuple[int, int, int], n: int, rank: int, group: str, came: tuple[int, ...] = (),
-    gone: tuple[int, ...] = (),
+    form: Form, ends: tuple[int, int, int], n: int, rank: int, group: str, src_pieces: tuple[int, ...] = (),
+    dst_pieces: tuple[int, ...] = (),
 ) -> SwitchPlan:  # fmt: skip
-    (shape, kept), (src, dst, src_size) = form, where
-    parts = chunk_sizes(came or src_size, n), chunk_sizes(gone or shape[dst], n)
-    plan = SwitchPlan(shape, src, dst, *parts, rank, kept, group)
-    plan.came, plan.gone = ([chunk_sizes(piece, n) for piece in pieces] for pieces in (came, gone))
+    (shape, dim_order), (src, dst, src_size) = form, ends
+    parts = chunk_sizes(src_pieces or src_size, n), chunk_sizes(dst_pieces or shape[dst], n)
+    plan = SwitchPlan(shape, src, dst, *parts, rank, dim_order, group)
+    plan.src_pieces = [chunk_sizes(piece, n) for piece in src_pieces]
+    plan.dst_pieces = [chunk_sizes(piece, n) for piece in dst_pieces]
     return plan
 
 
 @lru_cache(maxsize=4096)
 def _joint_plan(
-    forms: tuple[Form, ...], where: tuple[tuple[int, int, int], ...], n: int, rank: int, group: str
+    forms: tuple[Form, ...], ends: tuple[tuple[int, int, int], ...], n: int, rank: int, group: str
 ) -> JointPlan:
-    return JointPlan([_switch_plan(form, each, n, rank, group) for form, each in zip(forms, where)])
+    return JointPlan([_switch_plan(form, each, n, rank, group) for form, each in zip(forms, ends)])
 
 
 switch_plan_of_parts = lru_cache(maxsize=4096)(SwitchPlan)
@@ -500,5 +501,5 @@ def switch_plan(x: Tensor, src: int, dst: int, src_size: int, group: str, *piece
     return _switch_plan((tuple(x.shape), order), (src, dst, src_size), *ranks(group), group, *map(tuple, pieces))
 
 
-def joint_plan(xs: Sequence[Tensor], where: Sequence[tuple[int, int, int]], group: str) -> JointPlan:
-    return _joint_plan(tuple([(tuple(x.shape), order_of(x)) for x in xs]), tuple(where), *ranks(group), group)
+def joint_plan(xs: Sequence[Tensor], ends: Sequence[tuple[int, int, int]], group: str) -> JointPlan:
+    return _joint_plan(tuple([(tuple(x.shape), order_of(x)) for x in xs]), tuple(ends), *ranks(group), group)

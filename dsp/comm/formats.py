@@ -118,8 +118,8 @@ def blocks(x: Tensor) -> list[Tensor]:
     """Rows as full blocks (rows, blocks, elements), and the rest of each row in the same form."""
     size = x.shape[1]
     full = size - size % BLOCK
-    left = [x[:, full:].unsqueeze(1)] if full < size else []
-    return [x[:, :full].unflatten(1, (full // BLOCK, BLOCK)), *left]
+    tail = [x[:, full:].unsqueeze(1)] if full < size else []
+    return [x[:, :full].unflatten(1, (full // BLOCK, BLOCK)), *tail]
 
 
 def dithered(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:

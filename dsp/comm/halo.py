@@ -30,18 +30,18 @@ class RowTraffic:
 
     counts: tuple[tuple[int, ...], ...]
 
-    def given(self, rank: int) -> Sequence[int]:
+    def gives(self, rank: int) -> Sequence[int]:
         """The rows of this rank's chunk that each rank reads."""
         return self.counts[rank]
 
-    def taken(self, rank: int) -> Sequence[int]:
+    def takes(self, rank: int) -> Sequence[int]:
         """The rows that this rank reads of each rank's chunk."""
         return [row[rank] for row in self.counts]
 
     @cached_property
     def travels(self) -> bool:
         """Tell whether any rank has to send rows."""
-        return any(k for rank, row in enumerate(self.counts) for other, k in enumerate(row) if other != rank)
+        return any(k for rank, row in enumerate(self.counts) for reader, k in enumerate(row) if reader != rank)
 
     def sent(self, row: int) -> tuple[list[int], list[int]]:
         """The bytes that each rank sends if a row has `row` bytes: to those that read, and of gradients back."""
@@ -85,26 +85,26 @@ class Rows(NamedTuple):
 class RowReads:
     """The rows of one tensor that one rank reads, and that others read of its chunk.
 
-    given: for each rank, start and length of the rows it reads in this rank's chunk; taken: those of its rows in
+    gives: for each rank, start and length of the rows it reads in this rank's chunk; takes: those of its rows in
     this rank's span; travel: both without this rank's own, of which `counts` are the lengths.
     """
 
     def __init__(self, rows: Rows, rank: int) -> None:
         self.dim, size, spans = rows
         self.traffic, self.rank, n = rows.traffic, rank, len(spans)
-        starts, given, taken = starts_of(size, n), self.traffic.given(rank), self.traffic.taken(rank)
+        starts, gives, takes = starts_of(size, n), self.traffic.gives(rank), self.traffic.takes(rank)
         self.chunk = chunk_sizes(size, n)[rank]
         self.span = spans[rank][1] - spans[rank][0]
         first = spans[rank][0]
-        self.given = [(max(s - starts[rank], 0) if k else 0, k) for (s, _), k in zip(spans, given)]
-        self.taken = [(max(s - first, 0) if k else 0, k) for s, k in zip(starts, taken)]
-        ways = self.given, self.taken
+        self.gives = [(max(s - starts[rank], 0) if k else 0, k) for (s, _), k in zip(spans, gives)]
+        self.takes = [(max(s - first, 0) if k else 0, k) for s, k in zip(starts, takes)]
+        ways = self.gives, self.takes
         self.travel = [[(start, k * (r != rank)) for r, (start, k) in enumerate(way)] for way in ways]
         self.counts = [[k for _, k in way] for way in self.travel]
 
     def stay(self, g: Tensor, home: bool) -> Tensor:
         """The gradient on this rank where no rows of any rank travel: those that others read have none."""
-        start, length = self.given[self.rank]
+        start, length = self.gives[self.rank]
         if not home:
             return g.narrow(self.dim, start, length)
         return F.pad(g, (*(0, 0) * (g.ndim - 1 - self.dim), start, self.chunk - start - length))
@@ -128,7 +128,7 @@ class RowsOfOthers(AlongDim):
 
     def __init__(self, x: Tensor, reads: RowReads, group: str, home: bool) -> None:
         self.reads, self.home = reads, home
-        goes, self.comes = (reads.taken, reads.given) if home else (reads.given, reads.taken)
+        goes, self.comes = (reads.takes, reads.gives) if home else (reads.gives, reads.takes)
         spans, gives, self.takes = reads.travel[home], reads.counts[home], reads.counts[not home]
         super().__init__(
             (tuple(x.shape), order_of(x)), reads.dim, group, gives, self.takes,
@@ -140,21 +140,22 @@ class RowsOfOthers(AlongDim):
         return self.from_each(received.split(self.out_splits))
 
     def from_each(self, parts: Sequence[Tensor]) -> Tensor:
-        rest = self.arriving[1:]
-        came = [part.view(k, *rest).movedim(0, self.dim) for part, k in zip(parts, self.takes)]
-        came[self.reads.rank] = self.local
+        row_shape = self.arriving[1:]
+        received = [part.view(k, *row_shape).movedim(0, self.dim) for part, k in zip(parts, self.takes)]
+        received[self.reads.rank] = self.local
         if not self.home:
-            return dense(torch.cat(came, self.dim), self.kept)
+            return dense(torch.cat(received, self.dim), self.dim_order)
         shape, dtype = [*self.local.shape], self.local.dtype
         shape[self.dim] = self.reads.chunk
         total = self.local.new_zeros(shape, dtype=summed_in(dtype))
-        for part, (start, k) in zip(came, self.comes):
+        for part, (start, k) in zip(received, self.comes):
             total.narrow(self.dim, start, k).add_(part)
         return total.to(dtype)
 
 
-def _exchange(home: bool, xs: list[Tensor], *where: Any) -> list[tuple[ExchangePlan, Any]]:
-    plans: list[ExchangePlan] = [RowsOfOthers(x, reads, where[-1], home) for x, reads in zip(xs, reads_of(*where))]
+def _exchange(home: bool, xs: list[Tensor], *arguments: Any) -> list[tuple[ExchangePlan, Any]]:
+    group = arguments[-1]
+    plans: list[ExchangePlan] = [RowsOfOthers(x, reads, group, home) for x, reads in zip(xs, reads_of(*arguments))]
     if len(plans) == 1:
         return [(plans[0], xs[0])]
     return [(Together([Bytes(p, x.dtype) for p, x in zip(plans, xs)] if len({x.dtype for x in xs}) > 1 else plans), xs)]
@@ -164,15 +165,16 @@ def _back(
     home: bool, gs: list[Tensor], asks: list[int], shapes: Any, dims: Any, sizes: Any, spans: Any, group: str
 ) -> Any:
     n, _ = ranks(group)
-    where = [dims[i] for i in asks], [sizes[i] for i in asks], [k for i in asks for k in spans[2 * n * i :][: 2 * n]]
-    reads = reads_of(*where, group)
+    spans = [k for i in asks for k in spans[2 * n * i :][: 2 * n]]
+    arguments = [dims[i] for i in asks], [sizes[i] for i in asks], spans, group
+    reads = reads_of(*arguments)
     if not any(r.traffic.travels for r in reads):
         return [r.stay(g, home) for g, r in zip(gs, reads)]
-    return (torch.ops.dsp.rows_home if home else torch.ops.dsp.rows)(gs, *where, group)
+    return (torch.ops.dsp.rows_home if home else torch.ops.dsp.rows)(gs, *arguments)
 
 
-def _fake(home: bool, xs: list[Tensor], *where: Any) -> list[Tensor]:
-    results = [resized(x, {r.dim: r.chunk if home else r.span}) for x, r in zip(xs, reads_of(*where))]
+def _fake(home: bool, xs: list[Tensor], *arguments: Any) -> list[Tensor]:
+    results = [resized(x, {r.dim: r.chunk if home else r.span}) for x, r in zip(xs, reads_of(*arguments))]
     return [y.new_empty(y.shape) for y in results] if home else results
 
 

@@ -394,11 +394,11 @@ def _packing(mesh: DeviceMesh, name: str, numbers: int, rounds: int) -> Link:
     form = format_for(name, True, 4)
     assert form is not None
 
-    def taken(count: int) -> float:
+    def seconds(count: int) -> float:
         x, splits = torch.ones(count, device=mesh.device_type), [count]
         return _slowest(mesh, lambda: form.unpack(form.pack(x, splits, 0), splits, x), rounds, min)
 
-    least, many = taken(1), taken(numbers)
+    least, many = seconds(1), seconds(numbers)
     return Link(f"{name}, measured", least, 4 * numbers / max(many - least, 1e-9))
 
 

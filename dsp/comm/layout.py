@@ -199,7 +199,7 @@ class Axis:
 def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[int]]:
     """The shape with the folds of `cuts` opened, and the index of each cut's sharded dim in it."""
     fine: list[int] = []
-    where = [0] * len(cuts)
+    dims = [0] * len(cuts)
     for d, size in enumerate(shape):
         marks = sorted({1, *(c.folds for c in cuts if c.dim == d)}) if size else [1]
         for i, mark in enumerate(marks):
@@ -208,9 +208,9 @@ def factor(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[list[int], list[i
                 raise ValueError(f"axis {d} of {tuple(shape)} is no fold: {marks[1:]} do not divide its size")
             for k, c in enumerate(cuts):
                 if c.dim == d and c.outer == mark:
-                    where[k] = len(fine)
+                    dims[k] = len(fine)
             fine.append(nxt // mark if size else 0)
-    return fine, where
+    return fine, dims
 
 
 def separable(shape: Sequence[int], one: Cut, two: Cut, n: int) -> bool:

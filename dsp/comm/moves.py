@@ -55,20 +55,20 @@ class Part(NamedTuple):
         fine, (i, j) = factor(self.shape, (self.src, self.dst))
         return self.local.reshape(sp.local_shape(fine, Cut(i))), i, j, fine[i]
 
-    def closed(self, came: Tensor, sp: Axis) -> Tensor:
+    def closed(self, received: Tensor, sp: Axis) -> Tensor:
         """The result of the exchange with folds closed again."""
-        return came if self.simple else came.reshape(sp.local_shape(self.shape, self.dst))
+        return received if self.simple else received.reshape(sp.local_shape(self.shape, self.dst))
 
     def split(self, sp: Axis) -> list[Part]:
         """The switches of its pieces as tensors of their own: for each piece along `src`, each piece along `dst`. If
         neither dim is joined, the switch itself."""
         if not (self.src.joined or self.dst.joined):
             return [self]
-        (src, there), (dst, here) = (pieces_of(cut, self.shape) for cut in (self.src, self.dst))
-        lengths = [src._replace(dim=0).local_size(size, sp.size, sp.rank) for size in there]
+        (src, src_sizes), (dst, dst_sizes) = (pieces_of(cut, self.shape) for cut in (self.src, self.dst))
+        lengths = [src._replace(dim=0).local_size(size, sp.size, sp.rank) for size in src_sizes]
         parts = []
-        for row, size in zip(self.local.split(lengths, src.dim), there):
-            for piece, extent in zip(row.split(here, dst.dim), here):
+        for row, size in zip(self.local.split(lengths, src.dim), src_sizes):
+            for piece, extent in zip(row.split(dst_sizes, dst.dim), dst_sizes):
                 shape = list(self.shape)
                 shape[src.dim], shape[dst.dim] = size, extent
                 parts.append(Part(piece, src, dst, tuple(shape)))
@@ -95,10 +95,10 @@ def switch_together(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
     pieces = [part.split(sp) for part in parts]
     every = [piece for row in pieces for piece in row]
     of = [k for k, row in enumerate(pieces) for _ in row]
-    came = torch.ops.dsp.switch_many(
+    received = torch.ops.dsp.switch_many(
         *map(list, zip(*[piece.opened(sp) for piece in every])), sp.switching, of, (), (), *sp.formats
     )
-    results = iter([piece.closed(t, sp) for piece, t in zip(every, came)])
+    results = iter([piece.closed(t, sp) for piece, t in zip(every, received)])
     return [part.together([next(results) for _ in row]) for part, row in zip(parts, pieces)]
 
 
@@ -121,8 +121,8 @@ def switch_all(parts: Sequence[Part], sp: Axis) -> list[Tensor]:
             outputs = switch_together(of, sp)
         else:
             opened = map(list, zip(*[p.opened(sp) for p in of]))
-            came = torch.ops.dsp.switch_many(*opened, sp.switching, (), *kind, *sp.formats)
-            outputs = [p.closed(t, sp) for p, t in zip(of, came)]
+            received = torch.ops.dsp.switch_many(*opened, sp.switching, (), *kind, *sp.formats)
+            outputs = [p.closed(t, sp) for p, t in zip(of, received)]
         results.update(zip(indices, outputs))
     return [results[i] for i in range(len(parts))]
 

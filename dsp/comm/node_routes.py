@@ -49,8 +49,8 @@ class Ways(NamedTuple):
 
     def way(self, nbytes: int) -> str:
         """The way of a switch of `nbytes` on all ranks together."""
-        held = nbytes / self.size
-        return next(way for until, way in self.steps if held <= until)
+        local_bytes = nbytes / self.size
+        return next(way for until, way in self.steps if local_bytes <= until)
 
     def on(self, group: str) -> str:
         """The name of a process group, followed by these ways, as the ops take it (`ways_of` reads it)."""
@@ -72,8 +72,8 @@ class Ways(NamedTuple):
         else:
             within = sum(goes[mates.start : mates.stop]) - goes[rank]
             between = sum(goes) - goes[rank] - within
-        there = {WITHIN: (within, calls[0])} if node > 1 else {}
-        return there | ({BETWEEN: (between, calls[1])} if self.nodes > 1 else {})
+        links = {WITHIN: (within, calls[0])} if node > 1 else {}
+        return links | ({BETWEEN: (between, calls[1])} if self.nodes > 1 else {})
 
     def __str__(self) -> str:
         texts = [f"{way} up to {human(int(until))} a rank" for until, way in self.steps[:-1]]
@@ -117,11 +117,11 @@ def hierarchical(
     sizes = [to_each(mate) for mate in mates]
     passed = [[*each[place::node]] for each in sizes]  # from each rank of the node, for this place on each node
     blocks = send.split([*sizes[place]])
-    others = [i for i in range(node) if i != place]
-    near = [(mates[i], torch.cat(blocks[i::node])) for i in others]
-    came = [send.new_empty(0 if i == place else sum(each)) for i, each in enumerate(passed)]
-    yield messages(near, [(mates[i], came[i]) for i in others], group)
-    by_mate = [blocks[place::node] if i == place else came[i].split(each) for i, each in enumerate(passed)]
+    neighbours = [i for i in range(node) if i != place]
+    near = [(mates[i], torch.cat(blocks[i::node])) for i in neighbours]
+    received = [send.new_empty(0 if i == place else sum(each)) for i, each in enumerate(passed)]
+    yield messages(near, [(mates[i], received[i]) for i in neighbours], group)
+    by_mate = [blocks[place::node] if i == place else received[i].split(each) for i, each in enumerate(passed)]
     for_node = [*zip(*by_mate)]
     rooms = out.split([sum(comes[first : first + node]) for first in range(0, n, node)])
     torch.cat(for_node[home], out=rooms[home])

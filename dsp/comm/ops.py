@@ -143,18 +143,18 @@ def mean(x: Tensor, weight: Tensor | None = None) -> Tensor:
     return covered_exit(mean_local(connected_local(x), w, x.numel(), sp))
 
 
-def _dim(dim: int, ndim: int, what: str) -> int:
+def _dim(dim: int, ndim: int, name: str) -> int:
     if not isinstance(dim, int) or not -ndim <= dim < ndim:
-        raise ValueError(f"dsp.{what}: dim {dim!r} is out of range for a tensor of {ndim} dims")
+        raise ValueError(f"dsp.{name}: dim {dim!r} is out of range for a tensor of {ndim} dims")
     return dim % ndim
 
 
-def _free_dim(x: DTensor, dim: int, index: int, what: str) -> int:
-    dim = _dim(dim, x.ndim, what)
+def _free_dim(x: DTensor, dim: int, index: int, name: str) -> int:
+    dim = _dim(dim, x.ndim, name)
     for i, p in enumerate(x.placements):
         if i != index and p.is_shard(dim):
             raise ValueError(
-                f"dsp.{what}: dim {dim} is already sharded over another mesh axis ({x.placements}); choose another"
+                f"dsp.{name}: dim {dim} is already sharded over another mesh axis ({x.placements}); choose another"
             )
     return dim
 
@@ -185,45 +185,45 @@ def sums(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return (x.to(wide) * w).sum(), w.sum()
 
 
-def sp_view(x: DTensor, axis: str | None, what: str) -> tuple[Axis, int, Cut, list[int]]:
+def sp_view(x: DTensor, axis: str | None, name: str) -> tuple[Axis, int, Cut, list[int]]:
     """The mesh axis to work on, its index, how x is cut there, and the shape of x within that axis' group."""
     if not isinstance(x, DTensor):
         raise TypeError(
-            f"dsp.{what} takes a DTensor, got {type(x).__name__}; make one with dsp.split(x, mesh, dim), or with "
+            f"dsp.{name} takes a DTensor, got {type(x).__name__}; make one with dsp.split(x, mesh, dim), or with "
             "DTensor.from_local when each rank already holds its part"
         )
     mesh = x.device_mesh
     if axis is None:
         if mesh.ndim > 1:
             raise ValueError(
-                f"dsp.{what}: this DTensor lives on {mesh.ndim} mesh axes {mesh.mesh_dim_names}; say which one carries "
+                f"dsp.{name}: this DTensor lives on {mesh.ndim} mesh axes {mesh.mesh_dim_names}; say which one carries "
                 'the sequence, axis="sp"'
             )
         index = 0
     else:
         names = mesh.mesh_dim_names or ()
         if axis not in names:
-            raise ValueError(f"dsp.{what}: no mesh axis {axis!r}; this DTensor has {names or 'unnamed axes'}")
+            raise ValueError(f"dsp.{name}: no mesh axis {axis!r}; this DTensor has {names or 'unnamed axes'}")
         index = names.index(axis)
     for p in x.placements:
         if isinstance(p, Partial):
             raise ValueError(
-                f"dsp.{what}: the tensor is {p}, a sum that has not been taken yet; reduce it first, "
+                f"dsp.{name}: the tensor is {p}, a sum that has not been taken yet; reduce it first, "
                 "for example x.redistribute(placements=[Replicate()])"
             )
     cut = cut_of(x.placements[index])
     if cut is None:
         raise ValueError(
-            f"dsp.{what}: the tensor is {x.placements[index]} on the sequence axis, not sharded; "
+            f"dsp.{name}: the tensor is {x.placements[index]} on the sequence axis, not sharded; "
             "split it first, with dsp.split(x.to_local(), mesh, dim)"
         )
     shape = list(x.shape)
     for i, p in enumerate(x.placements):
-        other = cut_of(p)
-        if i == index or other is None:
+        across = cut_of(p)
+        if i == index or across is None:
             continue
-        if other.outer != 1 or other.dim == cut.dim:
-            raise ValueError(f"dsp.{what}: {x.placements} shards one dim over two mesh axes; shard another dim")
-        shape[other.dim] = chunk(shape[other.dim], mesh.size(i), mesh.get_local_rank(i))[1]
+        if across.outer != 1 or across.dim == cut.dim:
+            raise ValueError(f"dsp.{name}: {x.placements} shards one dim over two mesh axes; shard another dim")
+        shape[across.dim] = chunk(shape[across.dim], mesh.size(i), mesh.get_local_rank(i))[1]
     sub = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[index]]  # type: ignore[index]
     return Axis.of(sub), index, cut, shape

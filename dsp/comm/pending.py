@@ -41,27 +41,27 @@ def _pieces(size: int, n: int, count: int) -> tuple[list[int], list[tuple[int, .
 
 
 class ChunkedSwitch:
-    """One switch in `count` pieces of the dim `cut`, between tensors sharded along `cut` and along `other`.
+    """One switch in `count` pieces of the dim `cut`, between tensors sharded along `cut` and along `across`.
 
-    After the code that computes the pieces, it switches from `cut` to `other`: `send` each in order, then `join`.
-    Before the code that reads the pieces, it switches from `other` to `cut`: `start` returns a token for each piece,
+    After the code that computes the pieces, it switches from `cut` to `across`: `send` each in order, then `join`.
+    Before the code that reads the pieces, it switches from `across` to `cut`: `start` returns a token for each piece,
     and `take` waits for the piece of a token.
     """
 
     def __init__(
         self,
         cut: int,
-        other: int,
+        across: int,
         sizes: tuple[int, int],
         group: str,
         count: int = 1,
         formats: Sequence[str] = AS_IT_IS,
     ) -> None:
-        """sizes: of the whole tensor along `cut` and `other`; formats: from `cut` to `other`, and back."""
-        self.cut, self.other, self.group, self.count, self.formats = cut, other, group, count, formats
+        """sizes: of the whole tensor along `cut` and `across`; formats: from `cut` to `across`, and back."""
+        self.cut, self.across, self.group, self.count, self.formats = cut, across, group, count, formats
         n, self.rank = ranks(group)
         self.of_all, self.parts = _pieces(sizes[0], n, count)
-        self.there = chunk_sizes(sizes[1], n)
+        self.across_parts = chunk_sizes(sizes[1], n)
         self.under_way: dict[int, tuple[SwitchPlan, UnderWay]] = {}
         self.tokens: list[Tensor] = []
 
@@ -94,12 +94,12 @@ class ChunkedSwitch:
     # --- without autograd ---
 
     def plan(self, i: int, x: Tensor, back: bool) -> SwitchPlan:
-        """The switch of piece i from `cut` to `other`; back: from `other` to `cut`."""
-        shape, kept, ends = [*x.shape], order_of(x), [(self.cut, self.parts[i]), (self.other, self.there)]
+        """The switch of piece i from `cut` to `across`; back: from `across` to `cut`."""
+        shape, dim_order, ends = [*x.shape], order_of(x), [(self.cut, self.parts[i]), (self.across, self.across_parts)]
         if back:
             shape[self.cut] = sum(self.parts[i])
         (src, src_parts), (dst, dst_parts) = ends[::-1] if back else ends
-        return switch_plan_of_parts(tuple(shape), src, dst, src_parts, dst_parts, self.rank, kept, self.group)
+        return switch_plan_of_parts(tuple(shape), src, dst, src_parts, dst_parts, self.rank, dim_order, self.group)
 
     def begin(self, i: int, switch: SwitchPlan, numbers: Tensor, back: bool) -> None:
         plan = in_format(switch, self.formats[back], numbers.dtype)
@@ -108,24 +108,24 @@ class ChunkedSwitch:
     def end(self, i: int) -> tuple[SwitchPlan, Tensor]:
         """Wait for piece i, and return its flat tensor."""
         switch, one = self.under_way.pop(i)
-        came = one.arrived()
-        return switch, one.plan.read(came, one.plan.empty(came))
+        received = one.arrived()
+        return switch, one.plan.read(received, one.plan.empty(received))
 
     def launch(self, i: int, piece: Tensor) -> None:
-        """Send piece i of this rank's part, towards the layout along `other`."""
+        """Send piece i of this rank's part, towards the layout along `across`."""
         switch = self.plan(i, piece, back=False)
         self.begin(i, switch, switch.pack(piece), back=False)
 
     def collect(self) -> Tensor:
-        """Wait for all pieces, and join them to this rank's part along `other`."""
+        """Wait for all pieces, and join them to this rank's part along `across`."""
         if self.count == 1:
             return self.piece(0)
-        came = [self.end(i) for i in range(self.count)]
-        parts = [switch.of_ranks(flat.split(switch.out_splits)) for switch, flat in came]
-        return came[0][0].join([of_piece[r] for r in range(len(self.parts[0])) for of_piece in parts])
+        received = [self.end(i) for i in range(self.count)]
+        parts = [switch.of_ranks(flat.split(switch.out_splits)) for switch, flat in received]
+        return received[0][0].join([of_piece[r] for r in range(len(self.parts[0])) for of_piece in parts])
 
     def deal(self, x: Tensor, order: Iterable[int]) -> None:
-        """Send this rank's part along `other` as pieces along `cut`, in this order."""
+        """Send this rank's part along `across` as pieces along `cut`, in this order."""
         blocks: list[Tensor] = []
         for i in order:
             switch = self.plan(i, x, back=True)
@@ -219,11 +219,11 @@ def ahead(
 
 class _Ahead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Any, arrived: list[Callable[[], None]]) -> Tensor:
-        src, dst, size, group, came, gone, wire, back = where
+    def forward(ctx: Any, x: Tensor, arguments: Any, arrived: list[Callable[[], None]]) -> Tensor:
+        src, dst, size, group, src_pieces, dst_pieces, wire, back = arguments
         save_observer(ctx)
-        ctx.back = dst, src, x.shape[dst], group, gone, came, back, wire
-        switch = switch_plan(x, src, dst, size, group, came, gone)
+        ctx.back = dst, src, x.shape[dst], group, dst_pieces, src_pieces, back, wire
+        switch = switch_plan(x, src, dst, size, group, src_pieces, dst_pieces)
         plan = in_format(switch, wire, x.dtype)
         under_way = UnderWay.start(plan, plan.pack(x))
         numbers = plan.empty(under_way.received)

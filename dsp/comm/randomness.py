@@ -33,8 +33,8 @@ def forked(axis: Axis) -> Iterator[None]:
 
 def fork(axis: Axis) -> Any:
     """Begin random numbers of this rank's own, until `join` gets the returned state."""
-    drawn = int(torch.randint(2**62, (), device="cpu"))
-    return _begin(axis, (drawn + 0x9E3779B97F4A7C15 * (axis.rank + 1)) % 2**63)
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    return _begin(axis, (seed + 0x9E3779B97F4A7C15 * (axis.rank + 1)) % 2**63)
 
 
 @contextmanager

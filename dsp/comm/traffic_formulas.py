@@ -48,12 +48,12 @@ COLLECTIVES.update(all_to_all_single=exchange, start=exchange)
 
 @counts("all_gather_into_tensor", "all_gather_into_tensor")
 @counts("broadcast", "broadcast")
-def everywhere(x: Tensor, *where: Any) -> int:
-    return x.nbytes * (ranks(where[-1])[0] - 1)
+def everywhere(x: Tensor, *arguments: Any) -> int:
+    return x.nbytes * (ranks(arguments[-1])[0] - 1)
 
 
 @counts("shard_dim_alltoall", "shard_dim_alltoall")
 @counts("reduce_scatter_tensor", "reduce_scatter_tensor")
-def all_but_one(x: Tensor, *where: Any) -> int:
-    n, _ = ranks(where[-1])
+def all_but_one(x: Tensor, *arguments: Any) -> int:
+    n, _ = ranks(arguments[-1])
     return x.nbytes * (n - 1) // n

@@ -43,19 +43,19 @@ class Wire(NamedTuple):
     backward: str = SAME
 
     @classmethod
-    def of(cls, given: Any) -> Wire:
+    def of(cls, choice: Any) -> Wire:
         """The formats that a user names: one for both directions, or one for each. Raises ValueError for others."""
-        if given == SAME:
+        if choice == SAME:
             return cls()
-        if given == AUTO:
+        if choice == AUTO:
             raise ValueError(
                 f"wire={AUTO!r} is not accepted here: the best format depends on the links, so a plan chooses it, by "
                 "its hardware=. Name the format that dsp.plan or dsp.choose finds, or train with parallel=auto"
             )
-        named = given if isinstance(given, Mapping) else dict.fromkeys(cls._fields, given)
+        named = choice if isinstance(choice, Mapping) else dict.fromkeys(cls._fields, choice)
         valid = (SAME, *formats())
         if not named.keys() <= {*cls._fields} or any(name not in valid for name in named.values()):
-            wrong = next((v for v in named.values() if v not in valid), given)
+            wrong = next((v for v in named.values() if v not in valid), choice)
             raise ValueError(
                 f"wire: expected one of {', '.join(valid)} (or {{'forward': ..., 'backward': ...}}), got {wrong!r}"
             )
@@ -82,7 +82,7 @@ class Wire(NamedTuple):
 AS_IT_IS = Wire()
 
 
-def permitted(given: Any) -> tuple[Wire, ...]:
+def permitted(choice: Any) -> tuple[Wire, ...]:
     """The formats that a user permits, from the exact one to the fewest bits. "auto" leaves int8 out: it has as many
     bytes as fp8, and larger errors in blocks with outliers."""
-    return (AS_IT_IS, Wire.of("bf16"), Wire.of("fp8")) if given == AUTO else (Wire.of(given),)
+    return (AS_IT_IS, Wire.of("bf16"), Wire.of("fp8")) if choice == AUTO else (Wire.of(choice),)
