@@ -597,7 +597,7 @@ FAULTS = [
     Fault(
         "a forward that reads its data raises what torch does",
         "dsp/report/plan.py",
-        "if not (where := place_of_read(reason)):",
+        "if not (place := place_of_read(reason)):",
         "if reason:",
         "dsp/report/test_plan_reads",
     ),
@@ -667,7 +667,7 @@ FAULTS = [
     Fault(
         "a graph holds whatever the modules became",
         "dsp/compiled/guards.py",
-        "attributes_of(m) == held for m, held in chain(self.modules, self.others)",
+        "attributes_of(m) == before for m, before in chain(self.modules, self.objects)",
         "True for _ in ()",
         "dsp/compiled/test_graph",
     ),

@@ -91,15 +91,15 @@ class Grid:
         return GridBlock(ranks, chunk_sizes(sizes[factors.dim], factors.switch), along, rank - first, factors)
 
     def enter(
-        self, place: RankPart, sizes: Mapping[str, int], given: Sequence[Received]
+        self, place: RankPart, sizes: Mapping[str, int], inputs: Sequence[Received]
     ) -> tuple[RankPart, list[Received]]:
         axis = place.axis
         block = self.block(sizes, axis.size, axis.rank)
         peers = tuple(range(block.place, axis.size, block.factors.switch))
         inside = RankPart(axis, self.along, Peers(peers, self.parts(sizes, axis.size)))
         if block.factors.switch == 1:
-            return inside, list(given)
-        return inside, [self.received(block, axis.group, sizes, x) for x in given]
+            return inside, list(inputs)
+        return inside, [self.received(block, axis.group, sizes, x) for x in inputs]
 
     def received(self, block: GridBlock, group: str, sizes: Mapping[str, int], x: Received) -> Received:
         """A tensor as the stage gets it: switched; gathered along s if it has no t; narrowed along t if it has no s."""
@@ -116,14 +116,14 @@ class Grid:
             parts = _scaled(block.across, fine[j] // sizes[dim])
             return x._replace(local=x.local.reshape(fine).narrow(j, sum(parts[:place]), parts[place]).reshape(shape))
         shape[x.cut.dim], outer = shape[x.cut.dim] // sizes[self.along] * sum(block.along), x.cut.folds
-        fine, (i, *rest) = factor(x.shape, (x.cut,) if across is None else (x.cut, across))
+        fine, (i, *tail) = factor(x.shape, (x.cut,) if across is None else (x.cut, across))
         along = _scaled(block.along, fine[i] // sizes[self.along])
         fine[i] = along[place]
         if across is None:  # every rank of the group is sent the same
             spread = x.local.reshape(1, *fine).expand(n1, *fine)
             local = torch.ops.dsp.switch_among(spread, i + 1, 0, along, (1,) * n1, block.ranks, group)
         else:
-            (j,) = rest
+            (j,) = tail
             parts = _scaled(block.across, fine[j] // sizes[dim])
             local = torch.ops.dsp.switch_among(x.local.reshape(fine), i, j, along, parts, block.ranks, group)
             if across.dim == x.cut.dim and outer > across.folds:  # a fold (t s)
@@ -144,26 +144,27 @@ class Grid:
     ) -> Tensor:
         """A result of a stage, switched back to the dim that the stage computes over."""
         dim, along = block.factors.dim, self.along
-        held = {**sizes, dim: block.across[block.place], along: max(sum(block.along), 1)}
+        local_sizes = {**sizes, dim: block.across[block.place], along: max(sum(block.along), 1)}
         dims, axes = list(x.shape), {pattern.axis_of(dim), pattern.axis_of(along)}
 
         def sized(of: Mapping[str, int]) -> list[int]:
             return [math.prod(of[name] for name in pattern.axes[i]) if i in axes else s for i, s in enumerate(dims)]
 
-        shape, inside = sized(sizes), sized(held)
+        shape, inside = sized(sizes), sized(local_sizes)
         if inside != dims:
             raise NotationError(
-                f"{self.stage.where}, run on {held[dim]} of {sizes[dim]} along {dim!r} and {held[along]} of "
-                f"{sizes[along]} along {along!r}, returned {tuple(dims)} where '{pattern}' wants {tuple(inside)}: it "
-                f"is not independent along {dim!r}. Put {dim!r} in brackets in its pattern, or make stages of its "
+                f"{self.stage.where}, run on {local_sizes[dim]} of {sizes[dim]} along {dim!r} and {local_sizes[along]} "
+                f"of {sizes[along]} along {along!r}, returned {tuple(dims)} where '{pattern}' wants {tuple(inside)}: "
+                f"it is not independent along {dim!r}. Put {dim!r} in brackets in its pattern, or make stages of its "
                 "submodules"
             )
         cuts = [cut for name in (along, dim) if (cut := cut_for(pattern, shape, name, sizes)) is not None]
         fine, (i, j) = factor(shape, cuts)
-        there, back = _scaled(block.along, fine[i] // sizes[along]), _scaled(block.across, fine[j] // sizes[dim])
-        fine[i], fine[j] = fine[i] // sizes[along] * held[along], back[block.place]
-        x = x.reshape(fine).narrow(i, 0, sum(there))  # drops a dummy row
-        x = torch.ops.dsp.switch_among(x, j, i, back, there, block.ranks, group)
+        along_parts = _scaled(block.along, fine[i] // sizes[along])
+        across_parts = _scaled(block.across, fine[j] // sizes[dim])
+        fine[i], fine[j] = fine[i] // sizes[along] * local_sizes[along], across_parts[block.place]
+        x = x.reshape(fine).narrow(i, 0, sum(along_parts))  # drops a dummy row
+        x = torch.ops.dsp.switch_among(x, j, i, across_parts, along_parts, block.ranks, group)
         return x.reshape(sized({**sizes, along: block.along[block.place]}))
 
     # --- what it sends ---
@@ -177,8 +178,8 @@ class Grid:
         if along != self.along or n1 == 1:
             return CommBytes()
         blocks = [self.block(sizes, n, rank) for rank in range(n)]
-        there = [b.along[b.place] * (sizes[dim] - b.across[b.place]) for b in blocks]  # elements s x t per channel
-        back = [b.across[b.place] * (sum(b.along) - b.along[b.place]) for b in blocks]
+        exports = [b.along[b.place] * (sizes[dim] - b.across[b.place]) for b in blocks]  # elements s x t per channel
+        returns = [b.across[b.place] * (sum(b.along) - b.along[b.place]) for b in blocks]
         spread = [b.along[b.place] * (n1 - 1) for b in blocks]
         reduced = [sum(b.along) - b.along[b.place] for b in blocks]
         before = after = adjoint = calls = 0
@@ -189,7 +190,7 @@ class Grid:
             whole = b.tensor.numel() * b.tensor.element_size() // sizes[along]
             calls += 1
             whole_of_dim = cut_for(b.pattern, b.tensor.shape, dim, sizes) is None
-            out, home, of = (spread, reduced, 1) if whole_of_dim else (there, back, sizes[dim])
+            out, home, of = (spread, reduced, 1) if whole_of_dim else (exports, returns, sizes[dim])
             before += max(out) * whole // of
             adjoint += max(home) * whole // of if b.tensor.requires_grad else 0
         itemsize = bound[0].tensor.element_size()
@@ -197,9 +198,9 @@ class Grid:
             unknown = [name for name in pattern.names if name not in sizes]
             if unknown:
                 raise NotationError(f"{self.stage.where} returns a dim that no input has, {unknown[0]!r}: '{pattern}'")
-            rest = math.prod(sizes[name] for name in pattern.names if name not in (along, dim)) * itemsize
-            after += max(back) * rest
-            adjoint += max(there) * rest
+            unit = math.prod(sizes[name] for name in pattern.names if name not in (along, dim)) * itemsize
+            after += max(returns) * unit
+            adjoint += max(exports) * unit
         outputs = len(self.stage.pattern.outputs)
         return CommBytes(
             forward={"switch": (before + after, calls + outputs)}, backward={"switch": (adjoint, calls + outputs)},

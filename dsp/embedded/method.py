@@ -129,9 +129,9 @@ def _along(label: str, along: str | None, cores: Sequence[tuple[Stage, Stage]]) 
                 f"{label}: no attention core computes over a dim that its stage computes over, so there is nothing to "
                 "shard for it; compare the brackets in `cores` and in `stages`"
             )
-        given = "" if along is None else f" along {along!r}"
+        suffix = "" if along is None else f" along {along!r}"
         which = ", ".join(sorted(map(repr, dims)))
-        raise ValueError(f"{label}{given}: the attention cores compute over {which}; choose one with along=")
+        raise ValueError(f"{label}{suffix}: the attention cores compute over {which}; choose one with along=")
     return along
 
 
@@ -195,8 +195,8 @@ def parallelize(
     if axis.size > 1:
         travels = {"wire": axis.wire, "route": axis.ways}
         named = {name: getattr(model, name, None) for name in ("stages", "cores", "tensor_parallel", "dap")}
-        given = {"gather_output": gather_output, "method": method, "overlap": repr(overlap), **options}
-        agree(axis, model, {**named, **given, **travels})
+        facts = {"gather_output": gather_output, "method": method, "overlap": repr(overlap), **options}
+        agree(axis, model, {**named, **facts, **travels})
     stages, root = prepare(model, method, options)
     if root is not None:
         Signature(model, root, "the model")

@@ -48,7 +48,7 @@ class Turn(NamedTuple):
     """One turn of a rank. Ranks are given by position among the peers that hold places.
 
     to: the rank to which its block is sent; origin: the rank whose block arrives; keys_go, keys_come: keys and values
-    are sent or arrive, instead of queries; gone, come: the number of queries sent or received; kept: the first of its
+    are sent or arrive, instead of queries; go, come: the number of queries sent or received; first: the first of its
     own queries that meet the arriving keys; keys: the number of places on `origin`.
     """
 
@@ -56,9 +56,9 @@ class Turn(NamedTuple):
     origin: int
     keys_go: bool
     keys_come: bool
-    gone: int
+    go: int
     come: int
-    kept: int
+    first: int
     keys: int
 
 
@@ -84,7 +84,7 @@ def work(parts: Sequence[int]) -> list[int]:
     """The number of (query, key) pairs that each rank computes."""
     counts = []
     for rank, part in enumerate(parts):
-        met = [(part - t.kept) * t.keys if t.keys_come else t.come * part for t in turns(parts, rank)]
+        met = [(part - t.first) * t.keys if t.keys_come else t.come * part for t in turns(parts, rank)]
         counts.append(part * (part + 1) // 2 + sum(met))
     return counts
 
@@ -96,8 +96,8 @@ def sent(q: Tensor, k: Tensor, parts: Sequence[int], rank: int) -> tuple[int, in
     forward = backward = 0
     for t in turns(parts, rank):
         keys = 2 * b * parts[rank] * g * e
-        forward += keys * narrow if t.keys_go else b * t.gone * h * e * narrow
-        backward += keys * narrow if t.keys_go else b * t.gone * h * (3 * e * narrow + wide)
+        forward += keys * narrow if t.keys_go else b * t.go * h * e * narrow
+        backward += keys * narrow if t.keys_go else b * t.go * h * (3 * e * narrow + wide)
         forward += 0 if t.keys_come else b * t.come * h * (e * narrow + wide)
         backward += 2 * b * t.keys * g * e * wide if t.keys_come else b * t.come * h * e * wide
     return forward, backward
@@ -123,29 +123,29 @@ def forward(
 
     def start(t: Turn) -> Hop:
         room = q.new_empty(2, b, t.keys, *k.shape[2:]) if t.keys_come else q.new_empty(b, t.come, h, e)
-        return Hop([kv if t.keys_go else q[:, : t.gone]], among[t.to], [room], among[t.origin], group)
+        return Hop([kv if t.keys_go else q[:, : t.go]], among[t.to], [room], among[t.origin], group)
 
     def add(rows: slice, more: Tensor, more_lse: Tensor) -> None:
         out[:, rows], lse[..., rows] = merge(out[:, rows], lse[..., rows], more.to(wide), more_lse)
 
     def add_reply(t: Turn, hop: Hop) -> None:
         if tensors := hop.wait():
-            add(slice(t.gone), *tensors)
+            add(slice(t.go), *tensors)
 
     coming = [start(t) for t in plan[:1]]
     out, lse = block(q, k, v, True)
     out, lse = out.contiguous(), lse.contiguous()
     replies: list[tuple[Turn, Hop]] = []
     for t, following in zip(plan, [*plan[1:], None]):
-        (came,) = coming.pop().wait()
+        (received,) = coming.pop().wait()
         coming += [start(following)] if following else []
         reply: list[Tensor] = []
         if t.keys_come:
-            add(slice(t.kept, None), *block(q[:, t.kept :], came[0], came[1], False))
+            add(slice(t.first, None), *block(q[:, t.first :], received[0], received[1], False))
         elif t.come:
-            y, y_lse = block(came, k, v, False)
+            y, y_lse = block(received, k, v, False)
             reply = [y.to(q.dtype), y_lse]  # a kernel returns the output in this dtype anyway
-        rooms = [] if t.keys_go or not t.gone else [q.new_empty(b, t.gone, h, e), lse.new_empty(b, h, t.gone)]
+        rooms = [] if t.keys_go or not t.go else [q.new_empty(b, t.go, h, e), lse.new_empty(b, h, t.go)]
         replies.append((t, Hop(reply, among[t.origin], rooms, among[t.to], group)))
         if len(replies) > 1:  # this turn's reply travels while the next turn computes
             add_reply(*replies.pop(0))
@@ -165,7 +165,7 @@ def backward(
     kv, plan = torch.stack([k, v]), turns(parts, among.index(ranks(group)[1]))
 
     def start(t: Turn) -> Hop:
-        rows = slice(t.gone)
+        rows = slice(t.go)
         send = [kv] if t.keys_go else [torch.stack([q[:, rows], grad[:, rows], out[:, rows]]), lse[..., rows]]
         of_keys, of_queries = (2, b, t.keys, *k.shape[2:]), (3, b, t.come, h, e)
         rooms = [q.new_empty(of_keys if t.keys_come else of_queries)]
@@ -177,27 +177,27 @@ def backward(
         if t.keys_go:
             dkv.add_(grads)
         else:
-            dq[:, : t.gone] += grads
+            dq[:, : t.go] += grads
 
     coming = [start(t) for t in plan[:1]]
     dq, *both = block_backward(grad, q, k, v, out, lse, True)
     dq, dkv = dq.contiguous(), torch.stack(both)
     replies: list[tuple[Turn, Hop]] = []
     for t, following in zip(plan, [*plan[1:], None]):
-        came, *came_lse = coming.pop().wait()
+        received, *received_lse = coming.pop().wait()
         coming += [start(following)] if following else []
         reply = dq.new_zeros(2, b, t.keys, *k.shape[2:]) if t.keys_come else dq.new_zeros(b, t.come, h, e)
         if t.keys_come:
-            rest = slice(t.kept, None)
-            y, y_lse = out[:, rest], lse[..., rest].contiguous()
-            more, *both = block_backward(grad[:, rest], q[:, rest], came[0], came[1], y, y_lse, False)
-            dq[:, rest] += more
+            rows = slice(t.first, None)
+            y, y_lse = out[:, rows], lse[..., rows].contiguous()
+            more, *both = block_backward(grad[:, rows], q[:, rows], received[0], received[1], y, y_lse, False)
+            dq[:, rows] += more
             reply = torch.stack(both)
         elif t.come:
-            there, of_out, y = came
-            reply, *both = block_backward(of_out, there, k, v, y, came_lse[0], False)
+            queries, of_out, y = received
+            reply, *both = block_backward(of_out, queries, k, v, y, received_lse[0], False)
             dkv += torch.stack(both)
-        room = dkv.new_empty(dkv.shape) if t.keys_go else dq.new_empty(b, t.gone, h, e)
+        room = dkv.new_empty(dkv.shape) if t.keys_go else dq.new_empty(b, t.go, h, e)
         replies.append((t, Hop([reply], among[t.origin], [room], among[t.to], group)))
         if len(replies) > 1:
             add_reply(*replies.pop(0))

@@ -135,8 +135,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _adjoint(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    where = ctx.parts, ctx.among, ctx.causal, ctx.group
-    return *torch.ops.dsp.ring_attention_backward(grad, *ctx.saved_tensors, *where), None, None, None, None
+    arguments = ctx.parts, ctx.among, ctx.causal, ctx.group
+    return *torch.ops.dsp.ring_attention_backward(grad, *ctx.saved_tensors, *arguments), None, None, None, None
 
 
 torch.library.register_autograd("dsp::ring_attention", _adjoint, setup_context=_keep, lib=_lib)
@@ -147,15 +147,15 @@ def hops(sizes: Sequence[int], rank: int, count: int) -> int:
     return sum(sizes[(rank - step) % len(sizes)] for step in range(count))
 
 
-@counts("ring", "ring_attention", calls=lambda *where: _calls(where[3], where[5])[0])
-def _sent_forward(q: Tensor, k: Tensor, *where: Any) -> int:
-    parts, among, causal, group = where[-4:]
+@counts("ring", "ring_attention", calls=lambda *arguments: _calls(arguments[3], arguments[5])[0])
+def _sent_forward(q: Tensor, k: Tensor, *arguments: Any) -> int:
+    parts, among, causal, group = arguments[-4:]
     return _cost(q, k, parts, among.index(ranks(group)[1]), causal)[0]
 
 
-@counts("ring", "ring_attention_backward", calls=lambda *where: _calls(where[6], where[8])[1])
-def _sent_backward(grad: Tensor, q: Tensor, k: Tensor, *where: Any) -> int:
-    parts, among, causal, group = where[-4:]
+@counts("ring", "ring_attention_backward", calls=lambda *arguments: _calls(arguments[6], arguments[8])[1])
+def _sent_backward(grad: Tensor, q: Tensor, k: Tensor, *arguments: Any) -> int:
+    parts, among, causal, group = arguments[-4:]
     return _cost(q, k, parts, among.index(ranks(group)[1]), causal)[1]
 
 
@@ -209,5 +209,5 @@ class Ring(AttentionCore):
     def price(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> CommBytes:
         each = [_cost(q, k, sizes, rank, self.causal) for rank in range(len(sizes))]
         (forward, backward), calls = map(max, zip(*each)), _calls(sizes, self.causal)
-        there = {"ring": (forward, calls[0])}
-        return CommBytes(there, {"ring": (backward, calls[1])}, there)
+        traffic = {"ring": (forward, calls[0])}
+        return CommBytes(traffic, {"ring": (backward, calls[1])}, traffic)

@@ -48,28 +48,28 @@ class Linear:
     @classmethod
     def read(cls, name: str, module: nn.Module, text: str) -> Linear:
         """Parse "columns" or "rows", optionally with heads, as "columns 16 4 4" for queries, keys and values."""
-        how, *heads = text.split()
-        if how not in ("columns", "rows") or any(not h.isdecimal() or h == "0" for h in heads):
+        kind, *heads = text.split()
+        if kind not in ("columns", "rows") or any(not h.isdecimal() or h == "0" for h in heads):
             raise NotationError(
                 f"tensor_parallel: expected 'columns' or 'rows' for {name!r}, and after it the number of heads of each "
                 f"matrix in the layer, if any, as in 'columns 16 4 4' for queries, keys and values; got {text!r}"
             )
         if not isinstance(module, nn.Linear):
             raise NotationError(f"tensor_parallel: {name!r} is a {type(module).__name__}; only nn.Linear can be cut")
-        size = module.out_features if how == "columns" else module.in_features
+        size = module.out_features if kind == "columns" else module.in_features
         parts = tuple(map(int, heads))
         if parts and size % sum(parts):
-            raise NotationError(f"tensor_parallel: {name!r} has {size} {how}, which {sum(parts)} heads do not divide")
-        return cls(name, module, how == "columns", parts)
+            raise NotationError(f"tensor_parallel: {name!r} has {size} {kind}, which {sum(parts)} heads do not divide")
+        return cls(name, module, kind == "columns", parts)
 
     def index(self, n: int, rank: int) -> Tensor:
         """The indices of the columns or rows that one of n ranks holds."""
         size = self.module.out_features if self.columns else self.module.in_features
         parts = self.parts or (size,)
         if any(p % n for p in parts):
-            what = f"{' and '.join(map(str, dict.fromkeys(parts)))} {'heads' if self.parts else 'channels'}"
+            counts = f"{' and '.join(map(str, dict.fromkeys(parts)))} {'heads' if self.parts else 'channels'}"
             raise ValueError(
-                f"{self.name!r}: {what} do not divide over {n} ranks; take a number of ranks that divides "
+                f"{self.name!r}: {counts} do not divide over {n} ranks; take a number of ranks that divides "
                 f"{math.gcd(*parts)} (in the trainer parallel.sp), or method='dsp' or 'ring', which do not cut weights"
             )
         unit, start, indices = size // sum(parts), 0, []
@@ -156,9 +156,9 @@ class Region(Distributed):
         size = x.shape[self.axis_of(along)]
         parts = chunk_sizes(size, n)
 
-        def there_and_back(there: int, back: int) -> Sent:
+        def there_and_back(gather_bytes: int, scatter_bytes: int) -> Sent:
             """The busiest rank's traffic in an all-gather of `there` bytes and a reduce-scatter of `back` bytes."""
-            sent = [(p * (n - 1) * there // size, (size - p) * back // size) for p in parts]
+            sent = [(p * (n - 1) * gather_bytes // size, (size - p) * scatter_bytes // size) for p in parts]
             gather, scatter = max(sent, key=sum)
             return {"gather": (gather, 1), "reduce_scatter": (scatter, 1)}
 

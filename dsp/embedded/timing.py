@@ -58,9 +58,9 @@ class Steps:
         Raise ValueError if the method cannot run on this mesh.
         """
         plan, shard = self.plan(method, sp), dp // replicate
-        rest = self.parameters - plan.cut_weights
+        full_weights = self.parameters - plan.cut_weights
         weights = fully_sharded(
-            rest * self.dtype.itemsize, rest * 4, shard * sp, replicate=replicate, calls=self.groups,
+            full_weights * self.dtype.itemsize, full_weights * 4, shard * sp, replicate=replicate, calls=self.groups,
             batches=self.batches,
         ) + all_reduced(plan.cut_weights / sp * 4, dp, stride=sp)  # fmt: skip
         seconds = plan.takes(self.hardware, weights, batches=self.batches)
@@ -89,8 +89,8 @@ class Steps:
         for timing in self.supported(dp, sp, replicate):
             e = timing.seconds
             parts = [f"{100 * part / e.step:.1f}%" for part in (e.compute, e.comm, e.weights)]
-            held = human(timing.held) + ("" if self.fits(timing) else ", too much")
-            rows.append([timing.method, clock(e.step), *parts, f"{timing.rate:,.0f}", held])
+            memory = human(timing.held) + ("" if self.fits(timing) else ", too much")
+            rows.append([timing.method, clock(e.step), *parts, f"{timing.rate:,.0f}", memory])
         lines = ["  " + line for line in aligned(rows)]
         best = self.best(dp * sp)
         if best is None:

@@ -72,8 +72,8 @@ class Deal(NamedTuple):
         """Keys or values of one rank as attention takes them: one head per equal group of query heads."""
         serves = self.serves[rank]
         count = serves[-1] + 1
-        each, rest = divmod(len(serves), count)
-        if rest or serves != tuple(i // each for i in range(len(serves))):
+        each, remainder = divmod(len(serves), count)
+        if remainder or serves != tuple(i // each for i in range(len(serves))):
             return torch.cat([x.narrow(2, i, 1) for i in serves], 2)
         return x.narrow(2, 0, count)
 
@@ -113,9 +113,9 @@ class Ulysses(AttentionCore):
     def price(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[int]) -> CommBytes:
         (b, m, h, e), n = q.shape, len(rows)
         deal = deal_heads(h, k.shape[2], n)
-        unit, kv, held = b * e * q.element_size(), sum(deal.kv_parts), list(zip(rows, deal.q_parts, deal.kv_parts))
+        unit, kv, shares = b * e * q.element_size(), sum(deal.kv_parts), list(zip(rows, deal.q_parts, deal.kv_parts))
         # queries to heads and back to places; keys and values to heads forward, and back in backward
-        forward = max(part * (h - qs + 2 * (kv - kvs)) + (m - part) * qs for part, qs, kvs in held)
-        backward = max(part * (h - qs) + (m - part) * (qs + 2 * kvs) for part, qs, kvs in held)
-        there = {"switch": (forward * unit, 2)}
-        return CommBytes(there, {"switch": (backward * unit, 2)}, there)
+        forward = max(part * (h - qs + 2 * (kv - kvs)) + (m - part) * qs for part, qs, kvs in shares)
+        backward = max(part * (h - qs) + (m - part) * (qs + 2 * kvs) for part, qs, kvs in shares)
+        traffic = {"switch": (forward * unit, 2)}
+        return CommBytes(traffic, {"switch": (backward * unit, 2)}, traffic)

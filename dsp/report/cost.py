@@ -53,8 +53,8 @@ class Loads:
         }  # and what every rank gets
         self.uncounted |= {v for v, base in enumerate(decision.bases) if base.free and base.arrival}
         self.shares = [self.share(step) for step in self.steps]
-        self.held = [self.largest(step) for step in self.steps]
-        self.longest = max((largest for _, largest in self.held), default=0) or 1
+        self.lengths = [self.largest(step) for step in self.steps]
+        self.longest = max((largest for _, largest in self.lengths), default=0) or 1
 
     def local(self, v: int, cut: Layout) -> int:
         return self.problem.values[v].local_bytes(cut, self.size)
@@ -126,7 +126,7 @@ class Loads:
     def whole(self) -> list[Whole]:
         """The operations that run replicated on tensors longer than 1.5/N of the longest, the most expensive first."""
         total, rows = max(sum(self.flops), 1), dict[tuple[str, str], Whole]()
-        for step, (largest, _), work in zip(self.steps, self.held, self.flops):
+        for step, (largest, _), work in zip(self.steps, self.lengths, self.flops):
             if step.node.kind not in ("operation", "plain") or any(cut for _, cut in step.op.layouts(step.choice)):
                 continue
             largest = max([largest, *(self.copies.get(v, 0) for v in step.op.outputs)])
@@ -185,7 +185,7 @@ class TableRows:
             peak = saved + choice.work + sum(loads.local(v, cut) for v, cut in step.op.layouts(choice))
             nbytes = sum(self.sent[m][0] for m in moves) + choice.bytes
             calls = sum(self.sent[m][1] for m in moves) + choice.calls
-            share = loads.held[step.at][0] / loads.longest
+            share = loads.lengths[step.at][0] / loads.longest
             along = option.name if option is not None else self.layout(step, moves)
             costs = self.moved(step, moves, along), nbytes, peak, calls
             if isinstance(step.node.call, BoundStage) and option is not None:

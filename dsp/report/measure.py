@@ -35,7 +35,7 @@ class Plain(NamedTuple):
     name: str
     module: str
     cost: Cost
-    kept: bool
+    saves: bool
     parameters: bool
 
 
@@ -66,7 +66,8 @@ class Measure(Meter):
         self.weights = storages(model.parameters())  # their memory, and that of what was made of them alone
         self.between = True  # whether no node runs
         self.alone = True  # whether all that has run since the last node read these alone
-        self.kept: dict[int, torch.UntypedStorage] = {}  # memory kept for backward; a reference, so that ids stay valid
+        # memory kept for backward; a reference, so that ids stay valid
+        self.backward_storages: dict[int, torch.UntypedStorage] = {}
         self.saved: list[Tensor] = []  # since the last restart
         self.plain: list[Plain] = []  # since the last node
         self.region: Any = None  # the activation checkpoint of the last node
@@ -156,15 +157,15 @@ class Measure(Meter):
             self.methods[name] = cost._replace(surplus=cost.surplus + (load - 1) * (self.flops - flops))
 
     def value(self, node: Node) -> tuple[Any, Cost, dict[str | None, MethodCost]]:
-        kept = self.keep()
+        saved_bytes = self.keep()
         if node.kind == "stage":  # as if no other node had kept it: equal calls share the cost
-            kept = sum(
+            saved_bytes = sum(
                 storage.nbytes()
                 for storage in storages(t for t in self.saved if not isinstance(t, nn.Parameter)).values()
             )
         outside, in_methods = self.touched
         cost = Cost(
-            self.flops, outside + in_methods, self.largest, self.peak, kept, in_methods, self.operations,
+            self.flops, outside + in_methods, self.largest, self.peak, saved_bytes, in_methods, self.operations,
             numel=self.numel,
         )  # fmt: skip
         return super().value(node), cost, self.methods
@@ -184,17 +185,18 @@ class Measure(Meter):
 
     def keep(self) -> int:
         """Bytes that are newly kept for backward; parameters exist anyway."""
-        fresh = {k: s for k, s in storages(self.saved).items() if k not in self.kept and k not in self.resident}
-        self.kept |= fresh
-        return sum(storage.nbytes() for storage in fresh.values())
+        known = self.backward_storages.keys() | self.resident
+        new = {k: s for k, s in storages(self.saved).items() if k not in known}
+        self.backward_storages |= new
+        return sum(storage.nbytes() for storage in new.values())
 
     def add_plain(self) -> None:
         """Add a node for the functions of plain tensors that ran in one module before this node."""
-        for (module, kept), group in itertools.groupby(self.plain, lambda p: (p.module, p.kept)):
+        for (module, saves), group in itertools.groupby(self.plain, lambda p: (p.module, p.saves)):
             several = [*group]
             heaviest = max(several, key=lambda p: p.cost.work)
             costs = [p.cost for p in several]
-            node = Node("plain", heaviest.name, [], module=module, result_grads=(kept,))
+            node = Node("plain", heaviest.name, [], module=module, result_grads=(saves,))
             node.cost = Cost(
                 sum(c.flops for c in costs), sum(c.touched for c in costs), max(c.largest for c in costs),
                 heaviest.cost.work, sum(c.saved for c in costs), parameters=all(p.parameters for p in several),

@@ -111,8 +111,8 @@ class Names:
         if node.name in JOINS and cut.outer != of.outer:
             name = self.pieces(node, dict(laid), cut)
         elif "+" in name and cut.outer != of.outer:
-            taken = cut.pieces(results[0].shape[cut.dim])
-            name = piece(name, of.pieces(base.ref.shape[of.dim]), taken)
+            part = cut.pieces(results[0].shape[cut.dim])
+            name = piece(name, of.pieces(base.ref.shape[of.dim]), part)
         else:
             self.origins |= {(r.base, cut): (base, of) for r in results}
         for r in results:
@@ -147,8 +147,8 @@ class Names:
         def number(base: Base, cut: Layout) -> None:
             if cut is not None and cut not in self.names[base]:
                 letter = drafts[base].get(cut) or self.letters.get(base.ref, [""] * base.ref.ndim)[cut.dim]
-                taken = self.names[base].values()
-                self.names[base][cut] = next(x for x in numbered(letter or "x") if x not in taken)
+                names = self.names[base].values()
+                self.names[base][cut] = next(x for x in numbered(letter or "x") if x not in names)
 
         for base, draft in drafts.items():
             for cut, name in draft.items():
@@ -182,7 +182,7 @@ class Names:
             self.names[base][cut] = unlike(wanted, self.names[base].values())
 
 
-def piece(name: str, pieces: Sequence[int], taken: Sequence[int]) -> str:
+def piece(name: str, pieces: Sequence[int], part: Sequence[int]) -> str:
     """The name of pieces taken from a joined dim, which are found by their lengths.
 
     >>> piece("w+x", (7, 7, 3), (7, 7)), piece("s+x", (5, 5), (5,)), piece("w", (7, 7), (7,))
@@ -191,10 +191,10 @@ def piece(name: str, pieces: Sequence[int], taken: Sequence[int]) -> str:
     names, places = name.split("+"), list(range(len(pieces)))
     if len(names) < len(pieces):  # a fold has one name
         places = [k for k, (_, run) in enumerate(groupby(pieces)) for _ in run]
-    start = next((i for i in range(len(pieces)) if tuple(pieces[i : i + len(taken)]) == tuple(taken)), None)
+    start = next((i for i in range(len(pieces)) if tuple(pieces[i : i + len(part)]) == tuple(part)), None)
     if start is None or len({*places}) != len(names):
         return name
-    return "+".join(names[i] for i in dict.fromkeys(places[start : start + len(taken)]))
+    return "+".join(names[i] for i in dict.fromkeys(places[start : start + len(part)]))
 
 
 def origins(old: Sequence[int], new: Sequence[int]) -> list[int | None]:
@@ -211,5 +211,5 @@ def numbered(base: str) -> Iterator[str]:
     return (base + str(n).translate(DIGITS) for n in count(1))
 
 
-def unlike(wanted: str, taken: Collection[str]) -> str:
-    return wanted if wanted not in taken else next(name for name in numbered(wanted) if name not in taken)
+def unlike(wanted: str, names: Collection[str]) -> str:
+    return wanted if wanted not in names else next(name for name in numbered(wanted) if name not in names)

@@ -10,7 +10,7 @@ from dsp.support.formatting import human
 
 COLOURS = ("#3b82f6", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#4d7c0f")
 WHOLE = "#6b7280"
-WIDE, GAP, HIGH, ROW, LEFT, TOP, PER_ROW = 118, 34, 30, 120, 16, 92, 8
+WIDE, GAP, HIGH, ROW, MARGIN, TOP, PER_ROW = 118, 34, 30, 120, 16, 92, 8
 LONGEST = 22  # letters of a line of a name, in the space of a band and a gap
 STYLE = """
 text { font: 12px -apple-system, "Segoe UI", "DejaVu Sans", Helvetica, Arial, sans-serif; fill: #1f2328 }
@@ -27,13 +27,13 @@ def ribbon(rows: Sequence[tuple[Any, int]], title: str) -> str:
     dims = list(dict.fromkeys(row.layout for row, _ in rows if row.layout))
     colours = {dim: COLOURS[i % len(COLOURS)] for i, dim in enumerate(dims)}
     lines = -(-len(rows) // PER_ROW)
-    width = LEFT * 2 + min(len(rows), PER_ROW) * (WIDE + GAP)
-    parts = [_text(LEFT, 24, title, "title", "start"), *_legend(colours, any(r.layout is None for r, _ in rows))]
+    width = MARGIN * 2 + min(len(rows), PER_ROW) * (WIDE + GAP)
+    parts = [_text(MARGIN, 24, title, "title", "start"), *_legend(colours, any(r.layout is None for r, _ in rows))]
     for i, (row, times) in enumerate(rows):
-        x, y = LEFT + GAP + i % PER_ROW * (WIDE + GAP), TOP + i // PER_ROW * ROW
+        x, y = MARGIN + GAP + i % PER_ROW * (WIDE + GAP), TOP + i // PER_ROW * ROW
         parts += _band(row, times, x, y, colours)
     height = TOP + lines * ROW
-    width = max(width, int(LEFT * 2 + 8.6 * len(title)), 130 * (len(dims) + 1))
+    width = max(width, int(MARGIN * 2 + 8.6 * len(title)), 130 * (len(dims) + 1))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
@@ -70,7 +70,7 @@ def _two_lines(name: str) -> tuple[str, str]:
 
 
 def _legend(colours: dict[str, str], whole: bool) -> Iterator[str]:
-    at = float(LEFT)
+    at = float(MARGIN)
     for name, colour in [(f"sharded along {d}", c) for d, c in colours.items()] + ([("whole", WHOLE)] if whole else []):
         yield f'<rect x="{at:.0f}" y="40" width="14" height="14" rx="3" fill="{colour}"/>'
         yield _text(at + 20, 52, name, "soft", "start")

@@ -166,10 +166,10 @@ def quickest(record: Record, resident: int, goal: Goal, reads: bool) -> Plan:
         return printed(record, decision, goal, wire, Overlaps(record, decision, overlap, wire, reads))
 
     also = [None] if isinstance(goal.overlap, Hardware) and goal.ways.node else []
-    first, *others = itertools.product(goal.permits, [goal.overlap, *also])
+    first, *pairs = itertools.product(goal.permits, [goal.overlap, *also])
     plans = [planned(*first)]
     if any(s.kind == "switch" for s in plans[0].switches):
-        plans += [planned(*other) for other in others]
+        plans += [planned(*pair) for pair in pairs]
     return plans[0] if len(plans) == 1 else plans[shortest([(plan.wire, plan.estimate.step) for plan in plans])]
 
 
@@ -199,11 +199,11 @@ def recorded(
     except Exception as error:
         reason = error
     if any(t.is_meta for t in itertools.chain(tensors_in((args, kwargs)), model.parameters(), model.buffers())):
-        if not (where := place_of_read(reason)):
+        if not (place := place_of_read(reason)):
             reason.add_note(EXACT_TYPE.format(model=type(model).__name__))
             raise reason
         raise ValueError(
-            f"the forward of {type(model).__name__} depends on the values of tensors: {where}. Meta tensors have "
+            f"the forward of {type(model).__name__} depends on the values of tensors: {place}. Meta tensors have "
             "none: pass real inputs, small ones, to a model on a real device. dsp then records one forward, and "
             "plans for forwards that take the same branches"
         ) from None
@@ -236,7 +236,7 @@ def printed(record: Record, decision: Decision, goal: Goal, wire: Wire, overlaps
         decision.problem.resident,
         decision.solution.exact,
         entry=dict(record.entry),
-        share=max((largest for largest, _ in loads.held), default=1) / loads.longest,
+        share=max((largest for largest, _ in loads.lengths), default=1) / loads.longest,
         whole=loads.whole(),
         calls={phase: sum(calls for _, calls in sent.values()) for phase, sent in sends.items()},
         flops=int(loads.busiest),

@@ -70,8 +70,8 @@ class Whole:
 
     def __str__(self) -> str:
         share = f", {self.part:.0%} of all FLOPs" if self.part >= 0.005 else ""
-        where = f" in {self.module}" if self.module else ""
-        return f"{self.name}(){where}{f' ×{self.calls}' if self.calls > 1 else ''} ({human(self.bytes)}{share})"
+        place = f" in {self.module}" if self.module else ""
+        return f"{self.name}(){place}{f' ×{self.calls}' if self.calls > 1 else ''} ({human(self.bytes)}{share})"
 
 
 def every_rank_runs(rows: Sequence[Whole]) -> str:
@@ -232,15 +232,15 @@ class Plan:
         sent = sum(r.bytes for r in whole)
         cost = f" ({human(sent)} a rank gathered for that)" if sent else ""
         if calls and not any(r.free or r.layout not in (None, *BATCH_NAMES) for r in calls):
-            how = "whole on every rank" if whole else "on its part of the batch, as data parallelism would"
+            mode = "whole on every rank" if whole else "on its part of the batch, as data parallelism would"
             if short := ", ".join(dict.fromkeys(name for r in calls for name in r.short)):
                 return (
                     f"DSP does not help at these sizes, because {short} cannot be sharded: such a dim has one element, "
-                    f"or is in a fold that {self.size} ranks would tear. So each stage runs {how}{cost}: give longer "
+                    f"or is in a fold that {self.size} ranks would tear. So each stage runs {mode}{cost}: give longer "
                     "inputs"
                 )
             return (
-                f"DSP does not help this model: no stage leaves a dim but batch to shard, so each runs {how}{cost}, "
+                f"DSP does not help this model: no stage leaves a dim but batch to shard, so each runs {mode}{cost}, "
                 "and no memory is saved. Attention can be sharded along its heads (as in Ulysses) if they are a dim of "
                 "a stage: q=b h [s d], k=b h [s d], v=b h [s d] -> b h [s d]"
             )
@@ -335,11 +335,11 @@ class Plan:
 
     def _overlapped(self) -> list[str]:
         """Lines on the switches that travel while stages compute, and on those that do not."""
-        cut, left = [o for o in self.overlaps if o.pieces > 1], dict[tuple[str, str], int]()
+        cut, single = [o for o in self.overlaps if o.pieces > 1], dict[tuple[str, str], int]()
         for o in self.overlaps:
             if o.pieces == 1:
                 key = generic(o.name), o.reason
-                left[key] = left.get(key, 0) + o.switches
+                single[key] = single.get(key, 0) + o.switches
         total = sum(o.switches for o in self.overlaps)
         pieces = " or ".join(map(str, sorted({o.pieces for o in cut})))
         lines = [f"{sum(o.switches for o in cut)} of {total} switches travel while stages compute, in {pieces} pieces"]
@@ -347,7 +347,7 @@ class Plan:
             *(lines if cut else []),
             *(
                 f"{number_of(n, 'switch')} in one piece{name and f' at {name}'}: {why}"
-                for (name, why), n in left.items()
+                for (name, why), n in single.items()
             ),
         ]
 

@@ -168,8 +168,8 @@ class Walk:
         for t, need, grad in zip(node.operands, offer.needs, node.operand_grads):
             if isinstance(t, Ref) and grad:
                 copies = self.copies[t.base]
-                here = next(iter(copies.values())) if self.cuts[t] == need else copies[t.base_cut(need)]
-                here.mark()
+                copy = next(iter(copies.values())) if self.cuts[t] == need else copies[t.base_cut(need)]
+                copy.mark()
 
     def want(
         self, node: Node, waiting: list[NewCopy], base: Base, dst: Layout, planned: tuple[Layout, ...] = ()

@@ -45,14 +45,14 @@ def without_data(
         return fake_tensor(mode, t, t.dtype, torch.device(device))
 
     state = {name: fake(t) for named in (model.named_parameters(), model.named_buffers()) for name, t in named}
-    given = remade((tuple(args), dict(kwargs or {})), fake)
+    inputs = remade((tuple(args), dict(kwargs or {})), fake)
     groups = alike(wrapped)
     before = [(module, vars(module).get("forward")) for group in groups for module in group]
     once(groups, ran or (lambda *_: None), repeated or (lambda *_: None))
     try:
         with any_device(), mode, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real run warns
-            return functional_call(model, state, *given)
+            return functional_call(model, state, *inputs)
     finally:
         for module, forward in before:
             del module.forward

@@ -114,7 +114,7 @@ class StageWrapper(Protocol):
     """A method around a stage (`dsp.embedded`): the stage itself runs in another layout than its pattern says."""
 
     def enter(
-        self, place: RankPart, sizes: Mapping[str, int], given: Sequence[Received]
+        self, place: RankPart, sizes: Mapping[str, int], inputs: Sequence[Received]
     ) -> tuple[RankPart, list[Received]]:
         """This rank's part in the inner layout, and the tensors in it, without dummy rows."""
 

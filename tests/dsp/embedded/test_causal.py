@@ -76,11 +76,11 @@ def test_pairs_are_each_computed_once(n: int) -> None:
             for d, t in enumerate(pairs.turns(parts, i)):
                 first = starts[t.origin]
                 if t.keys_come:
-                    met[start + t.kept : start + part, first : first + t.keys] += 1
+                    met[start + t.first : start + part, first : first + t.keys] += 1
                 else:
                     met[first : first + t.come, start : start + part] += 1
                 there = pairs.turns(parts, t.to)[d]
-                assert (there.origin, there.keys_come, there.come) == (i, t.keys_go, t.gone)
+                assert (there.origin, there.keys_come, there.come) == (i, t.keys_go, t.go)
             assert met.sum() - before == pairs.work(parts)[i] - part * (part + 1) // 2
         assert met.equal(torch.ones(size, size, dtype=torch.int).tril())
         if size % (2 * n) == 0:
