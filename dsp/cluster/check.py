@@ -58,11 +58,11 @@ class Finding:
     """One line of the report: the state ("ok", "warning" or "FAILED"), the subject and the finding."""
 
     state: str
-    what: str
+    subject: str
     text: str
 
     def __str__(self) -> str:
-        return f"{self.state:<8} {self.what:<10} {self.text}"
+        return f"{self.state:<8} {self.subject:<10} {self.text}"
 
 
 # --------------------------------------------------------------------------------------------------------------- hosts
@@ -70,7 +70,7 @@ class Finding:
 
 def hosts_of(names: Sequence[str]) -> dict[str, list[int]]:
     """Ranks of each host, from the host name of every rank."""
-    return {name: [rank for rank, other in enumerate(names) if other == name] for name in dict.fromkeys(names)}
+    return {name: [rank for rank, host in enumerate(names) if host == name] for name in dict.fromkeys(names)}
 
 
 def layout(names: Sequence[str], sp: int | None) -> tuple[int, list[Finding]]:
@@ -119,13 +119,13 @@ def groupings(names: Sequence[str], sp: int) -> dict[str, list[list[int]]]:
 
 def mesh_of(groups: list[list[int]], device: str) -> DeviceMesh:
     """The 1-D mesh of this rank's group. Collective over all ranks."""
-    mine = None
+    result = None
     for group in groups:
         handle = dist.new_group(group)
         if dist.get_rank() in group:
-            mine = DeviceMesh.from_group(handle, device, mesh=group, mesh_dim_names=("sp",))
-    assert mine is not None, "every rank is in one group"
-    return mine
+            result = DeviceMesh.from_group(handle, device, mesh=group, mesh_dim_names=("sp",))
+    assert result is not None, "every rank is in one group"
+    return result
 
 
 # ------------------------------------------------------------------------------------------------- versions, exactness
@@ -248,7 +248,7 @@ def links(mesh: DeviceMesh, megabytes: Sequence[float], rounds: int) -> dict[str
         tokens = max(1, round(size * 64 / n)) * n
         x = split(torch.randn(1, 4 * n, tokens, 1024, device=device), mesh, 1)  # 4 KiB a token
         part = x.to_local()
-        received, held = torch.empty_like(part), part.numel() * part.element_size()
+        received, nbytes = torch.empty_like(part), part.numel() * part.element_size()
 
         def raw(part: Tensor = part, received: Tensor = received) -> None:
             dist.all_to_all_single(received, part, group=group)
@@ -257,8 +257,8 @@ def links(mesh: DeviceMesh, megabytes: Sequence[float], rounds: int) -> dict[str
             switch(x, 2)
 
         took = medians({"raw": raw, "switch": switched}, group, device, rounds)
-        sent = held * (n - 1) / n
-        sizes.append({"MiB": held / 2**20, **{name: sent / seconds / 1e9 for name, seconds in took.items()}})
+        sent = nbytes * (n - 1) / n
+        sizes.append({"MiB": nbytes / 2**20, **{name: sent / seconds / 1e9 for name, seconds in took.items()}})
     link = measure(mesh, nbytes=int(max(megabytes) * 2**20), rounds=rounds)
     return {"ranks": n, "alpha": link.alpha, "bandwidth": link.bandwidth, "sizes": sizes}
 
@@ -349,8 +349,8 @@ def check(device: str, options: argparse.Namespace) -> dict[str, Any]:
         add(worst)
     measured = {}
     for name, groups in groupings(names, sp).items():
-        here = mesh if name == f"sp={sp}" else mesh_of(groups, device)
-        measured[name] = slowest(gathered(links(here, options.megabytes, options.rounds)))
+        group_mesh = mesh if name == f"sp={sp}" else mesh_of(groups, device)
+        measured[name] = slowest(gathered(links(group_mesh, options.megabytes, options.rounds)))
         add(judge_link(name, measured[name], device))
     shares = [len([*same]) for _, same in groupby(names[r] for r in dist.get_process_group_ranks(mesh.get_group()))]
     if len(shares) > 1 and len({*shares}) == 1:

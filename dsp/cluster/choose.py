@@ -51,11 +51,11 @@ class Sizing:
             rows.append([str(size), human(plan.peak), fits, sends, *times, f"{e.speedup:.2f}"])
         if any(ways.values()):
             head.append("switches")
-            rows = [[*row, how or "-"] for row, how in zip(rows, ways.values())]
+            rows = [[*row, way or "-"] for row, way in zip(rows, ways.values())]
         widths = [max(map(len, column)) for column in zip(head, *rows)]
         line = "  ".join("─" * w for w in widths)
-        first, *rest = aligned([head, *rows])
-        return "\n".join([first, line, *rest, line, *self.verdict()])
+        first, *lines = aligned([head, *rows])
+        return "\n".join([first, line, *lines, line, *self.verdict()])
 
     def verdict(self) -> list[str]:
         """The verdict on the table, in sentences."""
@@ -68,8 +68,8 @@ class Sizing:
         e = self.plans[self.fastest].estimate
         if e.speedup > 1:
             times = f"{e.speedup:.3g} times as fast as one rank"
-            how = self.plans[self.fastest].how
-            lines.append(f"fastest: sp={self.fastest}{how and f', switches {how}'}, {clock(e.step)} a step, {times}")
+            way = self.plans[self.fastest].how
+            lines.append(f"fastest: sp={self.fastest}{way and f', switches {way}'}, {clock(e.step)} a step, {times}")
         slow = [n for n in self.plans if n > 1 and self.plans[n].estimate.speedup <= 1]
         if slow:
             best = min(slow, key=lambda n: self.plans[n].estimate.step)

@@ -29,7 +29,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, r
 
 FAULT = 1  # exit status of an error that is not the user's
 COUNTERS = "/sys/fs/cgroup/memory.events", "/proc/vmstat"
-WHERE = "nnodes", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port"
+PLACE = "nnodes", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"expected at least 1, got {args.nproc_per_node}")
     except ValueError as error:
         parser.error(f"--nproc-per-node: {error}")
-    if all(getattr(args, name) == getattr(plain, name) for name in WHERE):
+    if all(getattr(args, name) == getattr(plain, name) for name in PLACE):
         args.standalone = True  # at torchrun's default port two jobs on one machine would meet
     elif args.restarts:
         parser.error("--restarts is for one node; for several, torchrun has --nnodes MIN:MAX --max-restarts")
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str]) -> int:
         if not (lost or status == FAULT):
             break
         if lost and args.min_ranks is not None:
-            left = determine_local_world_size(args.nproc_per_node) - lost
-            if left < args.min_ranks:
-                print(f"error: {left} ranks are left, and --min-ranks is {args.min_ranks}", file=sys.stderr)
+            count = determine_local_world_size(args.nproc_per_node) - lost
+            if count < args.min_ranks:
+                print(f"error: {count} ranks are left, and --min-ranks is {args.min_ranks}", file=sys.stderr)
                 break
-            args.nproc_per_node = str(left)
+            args.nproc_per_node = str(count)
         ranks = determine_local_world_size(args.nproc_per_node)
         print(f"restart {restart} of {args.restarts}: on {ranks} ranks, from the last checkpoint", file=sys.stderr)
         args.training_script_args = [*args.training_script_args, *["resume=true"] * (restart == 1)]

@@ -97,7 +97,7 @@ class Graphs:
         """
         options, why, traced, retry = options_of(flat), "", None, False
         guards = Guards(self.model, options, self.axis.mesh.device_type)
-        drawn = random.getstate(), np.random.get_state()
+        states = random.getstate(), np.random.get_state()
         with World(self.model, flat):
             try:
                 with _disable_current_modes(), observing(None), RefuseUnseen():
@@ -107,7 +107,7 @@ class Graphs:
             except Exception as error:
                 log.info("compile: no graph of %s", type(self.model).__name__, exc_info=True)
                 why = f"it cannot be recorded: {type(error).__name__}: {error}"
-            drew = drawn[0] != random.getstate() or repr(drawn[1]) != repr(np.random.get_state())
+            drew = states[0] != random.getstate() or repr(states[1]) != repr(np.random.get_state())
             if not guards.hold(options) or guards.written():
                 why = why or CHANGES
         if drew:

@@ -24,9 +24,9 @@ class Guards:
     def __init__(self, model: nn.Module, options: list[Any], device: str) -> None:
         self.options, self.device, self.outside = options, device, outside(device)
         self.modules = [(m, {k: copy_containers(v) for k, v in attributes_of(m).items()}) for m in model.modules()]
-        held = [v for m in model.modules() for v in m.__dict__.values()]
-        self.others = attributes(held)
-        self.versions = [(t, version(t)) for t in held if isinstance(t, Tensor)]
+        values = [v for m in model.modules() for v in m.__dict__.values()]
+        self.objects = attributes(values)
+        self.versions = [(t, version(t)) for t in values if isinstance(t, Tensor)]
         self.weights = [*model.parameters(), *model.buffers()]
         self.kinds = [*map(kind_of, self.weights)]
 
@@ -37,7 +37,7 @@ class Guards:
         try:
             with Differ():  # Python compares identical objects without calling ==
                 return self.options == options and all(
-                    attributes_of(m) == held for m, held in chain(self.modules, self.others)
+                    attributes_of(m) == before for m, before in chain(self.modules, self.objects)
                 )
         except Exception:  # tensors or arrays that are not the same objects
             return False
@@ -70,9 +70,9 @@ def outside(device: str) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def attributes(held: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
+def attributes(values: Iterable[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """The attributes of objects, other than modules, that modules hold, such as attention processors."""
-    objects = [v for v in held if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, NO_OBJECTS)]
+    objects = [v for v in values if isinstance(getattr(v, "__dict__", None), dict) and not isinstance(v, NO_OBJECTS)]
     unique = {id(v): v for v in objects}.values()
     return [(v, {k: copy_containers(x) for k, x in v.__dict__.items()}) for v in unique]
 

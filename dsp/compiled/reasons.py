@@ -68,9 +68,9 @@ def draws(graph: GraphModule) -> Iterator[str]:
         if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
             continue
         named = {a.name: a.default_value if a.has_default_value() else 1 for a in schema_of(op).arguments}
-        given = named | dict(zip(named, node.args)) | node.kwargs
-        share = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1)
-        if share and given.get("train", True):
+        arguments = named | dict(zip(named, node.args)) | node.kwargs
+        share = next((arguments[name] for name in ("dropout_p", "dropout", "p") if name in arguments), 1)
+        if share and arguments.get("train", True):
             yield f"it draws random numbers ({op})"
 
 
@@ -84,8 +84,8 @@ def recurrences(graph: GraphModule) -> Iterator[str]:
 def strangers(graph: GraphModule) -> Iterator[str]:
     """Reasons against a graph: weights or fake tensors that neither inputs nor modules hold; others are constant."""
     for node in graph.graph.nodes:
-        held = getattr(graph, node.target, None) if node.op == "get_attr" else None
-        if isinstance(held, (nn.Parameter, FakeTensor)):
+        tensor = getattr(graph, node.target, None) if node.op == "get_attr" else None
+        if isinstance(tensor, (nn.Parameter, FakeTensor)):
             yield "it uses a weight, or a tensor of its own making, that no module holds"
 
 

@@ -28,8 +28,8 @@ def hold(graph: GraphModule, weights: Sequence[Tensor]) -> None:
         else:
             graph.register_buffer(name, weight)
         with graph.graph.inserting_before(place):
-            held = graph.graph.get_attr(name)
-        place.replace_all_uses_with(held)
+            attribute = graph.graph.get_attr(name)
+        place.replace_all_uses_with(attribute)
         graph.graph.erase_node(place)
     graph.graph.set_codegen(torch.fx.graph.CodeGen())
     graph.recompile()

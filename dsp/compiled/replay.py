@@ -125,9 +125,9 @@ class TracedForward(nn.Module):
             raise Unfit(CHANGES)
         self.outputs = parallel.bring_out(self.runner, self.output)
 
-    def carried(self, given: Tensor, part: Tensor) -> Tensor:
+    def carried(self, argument: Tensor, part: Tensor) -> Tensor:
         """The stand-in for a tensor among the arguments."""
-        return carry(self.record, part, given.ref, given.cut) if isinstance(given, Carrier) else part
+        return carry(self.record, part, argument.ref, argument.cut) if isinstance(argument, Carrier) else part
 
 
 def reasons_before(model: nn.Module, record: Record, flat: list[Any], weights: list[Tensor]) -> Iterator[str]:

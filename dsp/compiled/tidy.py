@@ -22,13 +22,13 @@ def tidy(graph: Graph, graded: Iterable[bool]) -> None:
             graph.erase_node(node)
     on = written = torch.is_grad_enabled()
     now = on
-    given, needing, all_need = iter(graded), set[Node](), False
+    flags, needing, all_need = iter(graded), set[Node](), False
     for node in list(graph.nodes):
         if node.target is GRAD_SWITCH:
             now = node.args[0]
             graph.erase_node(node)
         elif node.op == "placeholder":
-            if next(given):
+            if next(flags):
                 needing.add(node)
         elif node.op == "output":
             if written != on:

@@ -56,11 +56,11 @@ class Overlaps:
         self.moves: dict[Move, int] = {}
         if overlap is None or record.n == 1:
             return
-        behind, before, rest = self.places([m for m in decision.solution.moves if m.kind == "switch"])
+        behind, before, idle = self.places([m for m in decision.solution.moves if m.kind == "switch"])
         for at in sorted({*behind, *before}):
             self.decide(at, behind.get(at, []), before.get(at, []))
-        if rest:
-            self.rows.append(Overlapped("", len(rest), (), reason=NOBODY))
+        if idle:
+            self.rows.append(Overlapped("", len(idle), (), reason=NOBODY))
 
     # --- places ---
 
@@ -68,7 +68,7 @@ class Overlaps:
         """The switches behind the stage that makes the tensor, those right before a stage, and all others."""
         behind: dict[int, list[Move]] = {}
         before: dict[int, list[Move]] = {}
-        rest = []
+        idle = []
         for m in moves:
             makes = m.after >= 0 and self.nodes[m.after].kind == "stage" and self.result(m) is not None
             reads = self.operand(m) is not None
@@ -77,8 +77,8 @@ class Overlaps:
             elif reads:
                 before.setdefault(m.before, []).append(m)
             else:
-                rest.append(m)
-        return behind, before, rest
+                idle.append(m)
+        return behind, before, idle
 
     def result(self, m: Move) -> int | None:
         """The number of the result that is switched by its maker in this move; None if it is not."""
@@ -187,7 +187,7 @@ class Overlaps:
             node.push[k] = None
         for m in before:  # the stage makes the move, not the producer, nor the run before the use
             moved = Relayout(self.decision.bases[m.value], m.src, m.dst)
-            node.moves = [other for other in node.moves if other != moved]
+            node.moves = [move for move in node.moves if move != moved]
             if m.after >= 0 and (number := self.result(m)) is not None:
                 self.nodes[m.after].push[number] = None
 
@@ -246,13 +246,13 @@ def sent_in_pieces(
     value: Value, src: Layout, dst: Layout, n: int, count: int, arrives: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes that each rank sends, forward and backward, in a switch in pieces of `src`; of `dst` if it arrives so."""
-    held, there = (chunk_sizes(value.extent(cut), n) for cut in (src, dst))
-    rest, (sent, back) = value.nbytes // value.itemsize // max(sum(held) * sum(there), 1), ([0] * n, [0] * n)
-    for r, local in enumerate(held):
-        for q, part in enumerate(there):
-            cut, other = (part, local) if arrives else (local, part)
+    src_sizes, dst_sizes = (chunk_sizes(value.extent(cut), n) for cut in (src, dst))
+    unit, (sent, back) = value.nbytes // value.itemsize // max(sum(src_sizes) * sum(dst_sizes), 1), ([0] * n, [0] * n)
+    for r, local in enumerate(src_sizes):
+        for q, part in enumerate(dst_sizes):
+            cut, across = (part, local) if arrives else (local, part)
             for piece in piece_sizes(cut, count) if q != r else ():
-                numbers = piece * other * rest
+                numbers = piece * across * unit
                 for rank, each, packed in ((r, sent, value.packed[0]), (q, back, value.packed[1])):
                     each[rank] += numbers * value.itemsize if packed is None else packed(numbers)
     return tuple(sent), tuple(back)

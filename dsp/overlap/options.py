@@ -16,16 +16,16 @@ Overlap = int | Hardware | None
 
 
 def overlap_of(
-    given: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32
+    choice: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32
 ) -> Overlap:
     """The option `overlap` as a plan takes it: a number of pieces, hardware to decide by, or None.
 
     given: as for `dsp.parallelize`. "auto" stands for `hardware`, or for that of `mesh`, measured on all of its ranks:
     links, and matrix products in `dtype`. Raises ValueError for other values, and for "auto" with neither of the two.
     """
-    refuse_overlap(given)
-    if given != AUTO:
-        return given
+    refuse_overlap(choice)
+    if choice != AUTO:
+        return choice
     if hardware is None and mesh is None:
         raise ValueError(
             "overlap='auto' weighs the time that overlap hides against the cost of more calls, by the hardware: "
@@ -39,11 +39,11 @@ def kind_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def refuse_overlap(given: Any) -> None:
+def refuse_overlap(choice: Any) -> None:
     """Raise ValueError for a value that is no overlap option."""
-    pieces = isinstance(given, int) and not isinstance(given, bool) and 2 <= given <= MOST
-    if not (given is None or given == AUTO or pieces or isinstance(given, Hardware)):
+    pieces = isinstance(choice, int) and not isinstance(choice, bool) and 2 <= choice <= MOST
+    if not (choice is None or choice == AUTO or pieces or isinstance(choice, Hardware)):
         raise ValueError(
             f"overlap: expected None, 'auto', a number of pieces from 2 to {MOST}, or a dsp.Hardware to decide by, "
-            f"got {given!r}"
+            f"got {choice!r}"
         )

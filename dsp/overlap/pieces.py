@@ -81,10 +81,10 @@ class StageInPieces:
             run.let_go()
             raise
 
-    def switch(self, cut: Cut, other: Cut, shape: Sequence[int], back: bool = False) -> ChunkedSwitch:
-        """A switch in pieces along `cut`, from it to `other`; back: from `other` to it."""
-        sizes, formats = (shape[cut.dim], shape[other.dim]), self.axis.formats[::-1] if back else self.axis.formats
-        return ChunkedSwitch(cut.dim, other.dim, sizes, self.axis.group, self.pieces.count, formats)
+    def switch(self, cut: Cut, across: Cut, shape: Sequence[int], back: bool = False) -> ChunkedSwitch:
+        """A switch in pieces along `cut`, from it to `across`; back: from `across` to it."""
+        sizes, formats = (shape[cut.dim], shape[across.dim]), self.axis.formats[::-1] if back else self.axis.formats
+        return ChunkedSwitch(cut.dim, across.dim, sizes, self.axis.group, self.pieces.count, formats)
 
 
 class Forward:
@@ -143,11 +143,11 @@ class PieceRun:
         """The arguments, with tokens for the pieces in the place of the tensors that arrive in pieces."""
         for k, src in sorted(self.planned.arriving.items()):
             cut, slot = self.planned.offer.needs[k], self.of.slots[k]
-            held: Any = args if type(slot) is int else kwargs
+            arguments: Any = args if type(slot) is int else kwargs
             assert cut is not None
             self.arriving[k] = self.of.switch(cut, src, self.planned.node.operands[k].shape, back=True)
             with outside(self.planned.node):
-                held[slot] = self.arriving[k].start(held[slot])
+                arguments[slot] = self.arriving[k].start(arguments[slot])
         return args, kwargs
 
     def pieces(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -158,14 +158,14 @@ class PieceRun:
         out = None
         for i in range(self.planned.count):
             args, kwargs = list(args), dict(kwargs)
-            taken = [self.take(k, parts[i], i) for k, parts in enumerate(cut)]
-            versions = [version(t) for t in taken]
-            for slot, t in zip(of.slots, taken):
+            tensors = [self.take(k, parts[i], i) for k, parts in enumerate(cut)]
+            versions = [version(t) for t in tensors]
+            for slot, t in zip(of.slots, tensors):
                 (args if type(slot) is int else kwargs)[slot] = t
             RUNNING.set(self.stage_call)
             out = forward(*args, **kwargs)
             RUNNING.set(self.planned.node)
-            if versions != [version(t) for t in taken]:
+            if versions != [version(t) for t in tensors]:
                 raise GlueError(WRITES.format(who=self.planned.stage.where))
             self.keep(i, out)
         return map_tensors(out, [self.joined(k) for k in range(len(self.results))])
