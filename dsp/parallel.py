@@ -84,9 +84,9 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module or a pipeline of diffusers, not {type(model).__name__}")
     if axis.size > 1:
-        stated = stages if stages is not None else getattr(model, "stages", None)
-        given = {"stages": stated, "wire": axis.wire, "route": axis.ways, "gather_output": gather_output}
-        agree(axis, model, {**given, "compile": compile, "overlap": repr(overlap)})
+        patterns = stages if stages is not None else getattr(model, "stages", None)
+        facts = {"stages": patterns, "wire": axis.wire, "route": axis.ways, "gather_output": gather_output}
+        agree(axis, model, {**facts, "compile": compile, "overlap": repr(overlap)})
     declarations = stages_of(model, stages)
     if axis.size > 1:
         cut = overlap_of(overlap, mesh=mesh, dtype=kind_of(model))

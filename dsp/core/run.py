@@ -223,8 +223,8 @@ class Runner:
         RUNNING.set(node)
         for i, before in enumerate(versions):
             if version(parts[i]) != before:
-                refuse_write(self.record, stage.where, operands[i], offer.needs[i])
-                wrote(self.axis, stage.where, operands[i], brought[i], offer.needs[i])
+                refuse_write(self.record, stage.label, operands[i], offer.needs[i])
+                wrote(self.axis, stage.label, operands[i], brought[i], offer.needs[i])
         offer, results = self.local_results(stage, node, offer, rows, out, parts)
         self.refuse_sizes(stage, node, offer, results, out)
         result = self.give(node, offer, map_tensors(out, results), None)
@@ -280,7 +280,7 @@ class Runner:
         if type(out) is not Tensor and node.constants is not None and (numbers := constants_in(out)) != node.constants:
             name = offer.option.name  # type: ignore[union-attr]
             raise NotationError(
-                f"{stage.where} returned {numbers} on a part along {name!r}: expected {node.constants}, as on the full "
+                f"{stage.label} returned {numbers} on a part along {name!r}: expected {node.constants}, as on the full "
                 f"tensor. It returns a number that depends on the length of {name!r}. Put [{name}] in brackets, or "
                 "make stages of its submodules instead"
             )
@@ -323,7 +323,7 @@ def refuse_shape(stage: Stage, t: Tensor, expected: Sequence[int]) -> None:
     """Raise NotationError for a result of another shape than the pattern of its stage says."""
     if tuple(t.shape) != tuple(expected):
         raise NotationError(
-            f"{stage.where} returned the shape {tuple(t.shape)} on this rank's part, where its pattern "
+            f"{stage.label} returned the shape {tuple(t.shape)} on this rank's part, where its pattern "
             f"'{stage.pattern.text}' says {tuple(expected)}: it is not independent along the sharded dim"
         )
 

@@ -28,7 +28,7 @@ class Group:
 class ModuleCall:
     """One call of a submodule, number `index` of the record, with the findings of the last pass.
 
-    params, operands: its tensor arguments; given: all tensors among its arguments; args, kwargs: copies of its
+    params, operands: its tensor arguments; tensors: all tensors among its arguments; args, kwargs: copies of its
     arguments, to call it again; body: the operations and calls inside it, in order.
     """
 
@@ -37,7 +37,7 @@ class ModuleCall:
     index: int
     params: list[str]
     operands: list[Ref]
-    given: list[Ref]
+    tensors: list[Ref]
     args: Any
     kwargs: Any
     results: list[Ref] = field(default_factory=list)
@@ -95,12 +95,12 @@ def known(axes: Axes) -> Axes:
 
 def dim_at(axes: Axes, cut: Cut, size: int) -> tuple[Dim, ...] | None:
     """The dims at a place of a tensor; None if no dims fill exactly this place."""
-    outer, taken = 1, []
+    outer, dims = 1, []
     for d in axes[cut.dim]:
         if cut.folds <= outer and outer * d.size <= cut.folds * size:
-            taken.append(d)
+            dims.append(d)
         outer *= d.size
-    return tuple(taken) if math.prod(d.size for d in taken) == size else None
+    return tuple(dims) if math.prod(d.size for d in dims) == size else None
 
 
 def acts_locally(node: ModuleCall, outputs: list[tuple[int, ...]]) -> bool:
@@ -108,10 +108,10 @@ def acts_locally(node: ModuleCall, outputs: list[tuple[int, ...]]) -> bool:
     if len(blocked) > len({i for i, _ in blocked}):
         return False
     for k, shape in enumerate(outputs):
-        left = list(shape)
+        sizes = list(shape)
         for g in node.groups:
-            left[g.outputs[k].dim] //= g.size
-        if sum(s > 1 for s in left) > 1:
+            sizes[g.outputs[k].dim] //= g.size
+        if sum(s > 1 for s in sizes) > 1:
             return False
     return True
 

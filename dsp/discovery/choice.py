@@ -85,19 +85,19 @@ class StageChoice(Folds):
         """Choose a submodule. All its calls share one pattern, so only dims that are free in each call stay free."""
         calls = [n for n in self.calls[node.path] if n.tested]
         base = max(calls, key=lambda n: (len(n.params), -n.index))
-        kept = []
+        groups = []
         for n, g in enumerate(base.groups):
-            if all(any(aligned(base, g, other, h) for h in other.groups) for other in calls if other is not base):
-                kept.append(base.groups[n])
-        base.groups = kept
+            if all(any(aligned(base, g, call, h) for h in call.groups) for call in calls if call is not base):
+                groups.append(base.groups[n])
+        base.groups = groups
         self.chosen[node.path] = base
         self.replacements[base] = {
             d: Dim(d.size, d.order)
             for p, axes in zip(base.params, base.inputs)
             for n, axis in enumerate(known(axes))
             for d in axis
-            for other in calls
-            if p in other.params and all(d not in a for a in known(other.inputs[other.params.index(p)])[n : n + 1])
+            for call in calls
+            if p in call.params and all(d not in a for a in known(call.inputs[call.params.index(p)])[n : n + 1])
         }
 
 

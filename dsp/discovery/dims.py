@@ -107,13 +107,13 @@ class Dims:
                     start *= dim.size
             axis: list[Dim] = []
             for a, b in itertools.pairwise(sorted(marks)):
-                here = []
+                candidates = []
                 for start, dim in spans:
                     if start <= a and b <= start * dim.size:
-                        here.append(self.between(dim, a // start, b // start))
-                dims = here[0] if here else self.born((key, d, a), b // a)
-                for other in here[1:]:
-                    self.unify(dims, other)
+                        candidates.append(self.between(dim, a // start, b // start))
+                dims = candidates[0] if candidates else self.born((key, d, a), b // a)
+                for more in candidates[1:]:
+                    self.unify(dims, more)
                 axis += atoms(dims)
             axes.append(tuple(axis))
         return axes
@@ -142,7 +142,7 @@ class Dims:
 
     def between(self, dim: Dim, start: int, end: int) -> tuple[Dim, ...]:
         """The part of a fold from `start` to `end`, both given as products of the sizes of outer dims."""
-        at, taken = 1, []
+        at, dims = 1, []
         pending = list(dim.atoms())
         while pending:
             a = pending.pop(0)
@@ -154,9 +154,9 @@ class Dims:
                 pending = [*a.atoms(), *pending]
                 continue
             if start <= at and at * a.size <= end:
-                taken.append(a)
+                dims.append(a)
             at *= a.size
-        return tuple(taken)
+        return tuple(dims)
 
 
 def atoms(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -193,12 +193,12 @@ class Follower:
             return None
         if RULES.get(node.name) in _RESHAPES and len(node.results) == 1:
             self.split_folds(self.dims.axes_of(node.refs[0]) or [], node.results[0].shape)
-        where = {i: dict(places(axes)) for i, t in enumerate(node.refs) if (axes := self.dims.axes_of(t)) is not None}
+        cuts_of = {i: dict(places(axes)) for i, t in enumerate(node.refs) if (axes := self.dims.axes_of(t)) is not None}
         accepts: dict[Dim, bool] = {}
         positions: list[tuple[Cut, tuple[Dim, ...]]] = []
-        for dim in dict.fromkeys(d for cuts in where.values() for d in cuts):
-            accepts[dim], there = self.along(dim, node, {i: cuts[dim] for i, cuts in where.items() if dim in cuts})
-            positions += there
+        for dim in dict.fromkeys(d for cuts in cuts_of.values() for d in cuts):
+            accepts[dim], more = self.along(dim, node, {i: cuts[dim] for i, cuts in cuts_of.items() if dim in cuts})
+            positions += more
         live = any(map(self.dims.is_live, node.refs))
         for k, t in enumerate(node.results):
             fit = [(c, d) for c, d in positions if c.dim < t.ndim]

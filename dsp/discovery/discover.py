@@ -114,7 +114,7 @@ def discover(
         for thin in (True, False):  # if skipped layers turn out not to be alike, all layers run
             randomness.seed(seed)
             planned, search, root = _searched(model, (args, kwargs), (bare, thin), seed, line.say)
-            if search.repeats.kept(root):
+            if search.repeats.keeps_dims(root):
                 break
         stages = cheapest(planned, search, root, *one_sample(search, root, args, kwargs))
     one = [ONE] if root.shapes[search.main][0] == 1 else []
@@ -123,15 +123,15 @@ def discover(
 
 
 def _searched(
-    model: nn.Module, given: tuple[Any, Any], how: tuple[bool, bool], seed: int, tell: Callable[[str], None]
+    model: nn.Module, arguments: tuple[Any, Any], options: tuple[bool, bool], seed: int, tell: Callable[[str], None]
 ) -> tuple[nn.Module, Search, ModuleCall]:
     """A copy of the model to plan with, the search, and its root call.
 
-    how: whether tensors have no data, and whether to skip layers that are alike.
+    options: whether tensors have no data, and whether to skip layers that are alike.
     """
-    (bare, thin), planned = how, Skeleton(lambda t: t, {}, ()).of(model)
+    (bare, thin), planned = options, Skeleton(lambda t: t, {}, ()).of(model)
     with torch.no_grad():
-        mode, copy, inputs = _without_data(model, given) if bare else _randomised(model, *given)
+        mode, copy, inputs = _without_data(model, arguments) if bare else _randomised(model, *arguments)
         with mode:
             try:
                 repeats = Repeats(copy, inputs, [planned]) if thin else Repeats()
@@ -228,7 +228,7 @@ def _inspect(args: Any, kwargs: Any) -> None:
             )
 
 
-def _without_data(model: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
+def _without_data(model: nn.Module, arguments: Any) -> tuple[Any, nn.Module, Any]:
     """The fake tensor mode, a copy of the model in train mode, and inputs, all without data."""
     mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
 
@@ -236,7 +236,7 @@ def _without_data(model: nn.Module, given: Any) -> tuple[Any, nn.Module, Any]:
         return fakes.setdefault(id(t), fake_tensor(mode, t, t.dtype).requires_grad_(False))
 
     copy = Skeleton(fake, {}, ()).of(model).train()
-    return mode, copy, remade(given, fake)
+    return mode, copy, remade(arguments, fake)
 
 
 def _randomised(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, nn.Module, Any]:

@@ -57,8 +57,8 @@ class Folds:
         for axis in every:
             for n, (d, is_free) in enumerate(axis):
                 for links, m in ((after, n + 1), (before, n - 1)):
-                    other = axis[m] if 0 <= m < len(axis) else (None, False)
-                    links.setdefault(d, set()).add(other[0] if other[1] == is_free else None)
+                    neighbour = axis[m] if 0 <= m < len(axis) else (None, False)
+                    links.setdefault(d, set()).add(neighbour[0] if neighbour[1] == is_free else None)
         self.chains: dict[Dim, Chain] = {}
         for d in after:
             chain = [d]

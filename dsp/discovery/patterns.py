@@ -53,14 +53,14 @@ class Patterns(StageChoice):
         self.name_main(free)
         for c in (c for i in self.declared for axis in known(self.root.inputs[i]) for c in self.units(axis)):
             if c not in self.labels:
-                self.labels[c] = fresh(POOL if set(c) & free else CHANNELS, self.labels.values())
+                self.labels[c] = free_label(POOL if set(c) & free else CHANNELS, self.labels.values())
         roles: dict[Any, str] = {}  # labels of dims that no input has, the same in all repeated blocks
         for path, node in self.chosen.items():
             rows = itertools.chain(*self.rows(node))
             free_symbols = [s for row in rows for axis in row for s in self.symbols(node, axis) if s.groups]
             for n, s in enumerate(free_symbols):
                 if s.dims not in self.labels:
-                    self.labels[s.dims] = roles.setdefault((role(path), n), fresh(POOL, self.labels.values()))
+                    self.labels[s.dims] = roles.setdefault((role(path), n), free_label(POOL, self.labels.values()))
 
     def name_main(self, free: Set[Dim]) -> None:
         """Choose labels for the dims of the main input: b, c, and letters for the sequence dims by their number."""
@@ -73,9 +73,9 @@ class Patterns(StageChoice):
         channel = next((c for n, c in units if n in (1, len(main) - 1) and not set(c) & free), None)
         if channel is not None and len(main) > 2:
             self.labels[channel] = "c"
-        rest = [c for _, c in units if c not in self.labels]
+        nameless = [c for _, c in units if c not in self.labels]
         image = len(main) == 4 and channel is not None and channel == units[0][1]
-        for c, label in zip(rest, {1: "s", 2: "hw" if image else "ts", 3: "thw"}.get(len(rest), "thwuvxyz")):
+        for c, label in zip(nameless, {1: "s", 2: "hw" if image else "ts", 3: "thw"}.get(len(nameless), "thwuvxyz")):
             self.labels[c] = label
 
     def units(self, axis: tuple[Dim, ...]) -> list[Chain]:
@@ -89,9 +89,9 @@ class Patterns(StageChoice):
 
         def called(key: Any, wanted: str | None, pool: str) -> str:
             if key not in used:
-                taken = set(used.values())
-                if wanted is None or wanted in taken:
-                    wanted = fresh(pool, {*taken, *self.labels.values()})
+                labels = set(used.values())
+                if wanted is None or wanted in labels:
+                    wanted = free_label(pool, {*labels, *self.labels.values()})
                 used[key] = wanted
             return used[key]
 
@@ -128,7 +128,7 @@ class Patterns(StageChoice):
         return text if results == [first] else text + " -> " + ", ".join(map(str, results))
 
     def render_root(self) -> str:
-        taken = set(self.labels.values())
+        labels = set(self.labels.values())
         texts, sizes, lists = [], {}, set[str]()
         for i in self.declared:
             param = self.root.params[i]
@@ -142,16 +142,16 @@ class Patterns(StageChoice):
                 names = [self.labels[c] for c in self.units(axis)]
                 if i == self.search.main:
                     if not names:
-                        names = [fresh("b" if n == 0 else LENGTHS, taken)]  # a dim of size 1, such as one sample
-                        taken.add(names[0])
+                        names = [free_label("b" if n == 0 else LENGTHS, labels)]  # a dim of size 1, such as one sample
+                        labels.add(names[0])
                     if len(names) == 1:
                         sizes[n, self.root.shapes[i][n], len(self.root.shapes[i])] = names[0]
                 axes.append(tuple(names))
             texts.append(str(TensorPattern(tuple(axes), frozenset(), param if param.isidentifier() else None)))
-        results = [self.render_output(outs, sizes, taken) for outs in (() if lists else self.root.outputs)]
+        results = [self.render_output(outs, sizes, labels) for outs in (() if lists else self.root.outputs)]
         return ", ".join(texts) + (" -> " + ", ".join(results) if results and all(results) else "")
 
-    def render_output(self, outs: Any, sizes: Mapping[tuple[int, int, int], str], taken: Set[str]) -> str:
+    def render_output(self, outs: Any, sizes: Mapping[tuple[int, int, int], str], labels: Set[str]) -> str:
         """The names of a model output's dims: those of input dims, and new names for other dims."""
         names: list[str] = []
         for n, axis in enumerate(known(outs)):
@@ -159,7 +159,7 @@ class Patterns(StageChoice):
             size = math.prod(d.size for d in axis)
             label = self.labels.get(whole) or sizes.get((n, size, len(outs)))
             if label is None or label in names:
-                label = fresh(CHANNELS, {*taken, *names})
+                label = free_label(CHANNELS, {*labels, *names})
             names.append(label)
         return " ".join(names)
 
@@ -180,8 +180,8 @@ class Patterns(StageChoice):
                 if all(texts.get(n) == text for n in matched):
                     break
             key = ".".join(pattern)
-            others = [n for n in self.search.paths.values() if n and matches(n.split("."), pattern)]
-            if len(others) == 1:
+            paths = [n for n in self.search.paths.values() if n and matches(n.split("."), pattern)]
+            if len(paths) == 1:
                 key = path
             entries[key] = text
             covered |= set(matched)
@@ -193,7 +193,7 @@ def role(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
 
-def fresh(pool: str, taken: Iterable[str]) -> str:
-    taken = set(taken)
+def free_label(pool: str, labels: Iterable[str]) -> str:
+    labels = set(labels)
     more = (f"{p}{n}" for n in itertools.count(1) for p in pool)
-    return next(name for name in itertools.chain(pool, more) if name not in taken)
+    return next(name for name in itertools.chain(pool, more) if name not in labels)

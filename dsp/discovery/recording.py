@@ -72,11 +72,11 @@ class Recording(TorchFunctionMode):
         """Note that a module is called."""
         self.asleep = True
         bound = signature.bind(args, kwargs)[1]
-        operands, given = self.refs(b.tensor for b in bound), self.refs(tensors_in((args, kwargs)))
+        operands, tensors = self.refs(b.tensor for b in bound), self.refs(tensors_in((args, kwargs)))
         copies = copied(args, kwargs)
         self.asleep = False
         params = [b.param for b in bound]
-        self.open.append(ModuleCall(signature.where, module, self.calls, params, operands, given, *copies))
+        self.open.append(ModuleCall(signature.label, module, self.calls, params, operands, tensors, *copies))
         self.calls += 1
         self.body = self.open[-1].body
 

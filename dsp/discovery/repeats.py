@@ -15,7 +15,7 @@ from dsp.support.private import pytree
 from dsp.support.tensors import tensors_in
 from dsp.verify.slices import copied
 
-KEPT = 2
+SAMPLES = 2
 
 
 class Repeats:
@@ -23,15 +23,15 @@ class Repeats:
 
     A list of layers is a ModuleList or a Sequential. Its layers with one `fingerprint` are alike if each is called
     once, with tensors of the same shapes, and returns tensors of the shapes that it was given. They are skipped in
-    place, in `model` and in its copies `others`; there they share the submodules of a layer that runs.
+    place, in `model` and in its `copies`; there they share the submodules of a layer that runs.
     """
 
     def __init__(
-        self, model: nn.Module | None = None, given: tuple[Any, Any] = ((), {}), others: Collection[nn.Module] = ()
+        self, model: nn.Module | None = None, arguments: tuple[Any, Any] = ((), {}), copies: Collection[nn.Module] = ()
     ) -> None:
         self.first: dict[str, str] = {}
         groups = {} if model is None else layers(model)
-        repeated = [group for group in groups.values() if len(group) > KEPT]
+        repeated = [group for group in groups.values() if len(group) > SAMPLES]
         if model is None or not repeated:
             return
         calls: dict[int, list[Passed | None]] = {id(layer): [] for group in repeated for _, layer in group}
@@ -40,7 +40,7 @@ class Repeats:
             for group in repeated
             for _, layer in group
         ]
-        args, kwargs = copied(*given)
+        args, kwargs = copied(*arguments)
         try:
             model(*args, **kwargs)
         finally:
@@ -50,12 +50,12 @@ class Repeats:
             runs, first = [calls[id(layer)] for _, layer in group], group[0][0]
             like = runs[0][0] if len(runs[0]) == 1 else None
             if like is not None and all(m == [like] for m in runs):
-                for path, layer in group[KEPT:]:
+                for path, layer in group[SAMPLES:]:
                     self.first[path] = first
                     skip(layer, like)
-                    for other in others:  # drop the copy's own submodules, which are never called
-                        copy = other.get_submodule(path)
-                        copy.__dict__.update(other.get_submodule(first).__dict__)
+                    for twin in copies:  # drop the copy's own submodules, which are never called
+                        copy = twin.get_submodule(path)
+                        copy.__dict__.update(twin.get_submodule(first).__dict__)
                         skip(copy, like)
 
     def everywhere(self, paths: Iterable[str]) -> dict[str, str]:
@@ -78,13 +78,13 @@ class Repeats:
             lines.append(f"{number_of(len(paths), 'layer')}, {ends}, not run: taken to be as {first}")
         return lines
 
-    def kept(self, root: ModuleCall) -> bool:
+    def keeps_dims(self, root: ModuleCall) -> bool:
         """Tell whether layers that represent skipped ones keep each dim in its place, as the skipped ones do."""
         firsts = set(self.first.values())
         for node in root.walk():
             if node.path in firsts:
-                given = [known(axes) for axes in node.inputs]
-                if any(known(axes) not in given for axes in node.outputs):
+                inputs = [known(axes) for axes in node.inputs]
+                if any(known(axes) not in inputs for axes in node.outputs):
                     return False
         return True
 
@@ -107,17 +107,17 @@ Passed = tuple[Any, tuple[int, ...], Any]
 
 def passed(args: Any, kwargs: Mapping[str, Any], output: Any) -> Passed | None:
     """The description of a layer's call; None if a result has no argument of its shape and dtype."""
-    given = [(tuple(t.shape), t.dtype) for t in tensors_in((args, kwargs))]
-    leaves, how = pytree.tree_flatten(output)
-    left, places = list(range(len(given))), list[int]()
+    inputs = [(tuple(t.shape), t.dtype) for t in tensors_in((args, kwargs))]
+    leaves, spec = pytree.tree_flatten(output)
+    free, places = list(range(len(inputs))), list[int]()
     for leaf in leaves:
         kind = (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
-        place = next((i for i in left if given[i] == kind), None)
+        place = next((i for i in free if inputs[i] == kind), None)
         if place is None:
             return None
-        left.remove(place)
+        free.remove(place)
         places.append(place)
-    return (given, tuple(places), how) if places else None
+    return (inputs, tuple(places), spec) if places else None
 
 
 class Skipped:

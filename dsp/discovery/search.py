@@ -40,10 +40,10 @@ class Search:
     """Passes over the record of a model that follow dims and test every submodule."""
 
     def __init__(
-        self, model: nn.Module, given: tuple[Any, Any], seed: int, repeats: Repeats, probe: type[Probe],
+        self, model: nn.Module, arguments: tuple[Any, Any], seed: int, repeats: Repeats, probe: type[Probe],
         tell: Callable[[str], None],
     ) -> None:  # fmt: skip
-        args, kwargs = given
+        args, kwargs = arguments
         self.model, self.seed, self.repeats, self.probe, self.tell = model, seed, repeats, probe, tell
         self.dims = Dims()
         self.follower = Follower(self.dims)
@@ -130,7 +130,7 @@ class Search:
             if self.dims.axes_of(t) is None:
                 self.dims.follow(t, self.dims.fill(t.shape, [], ("arg", node.index, i)), False)
         node.lives = [*map(self.dims.is_live, node.operands)]
-        node.hides = sum(map(self.dims.is_live, node.given)) > sum(node.lives)
+        node.hides = sum(map(self.dims.is_live, node.tensors)) > sum(node.lives)
         node.inputs = [self.dims.axes_of(t) or [] for t in node.operands]
         node.groups, node.tested, node.local = [], False, False
         if node.live and not inside:
@@ -146,24 +146,24 @@ class Search:
         for k, t in enumerate(node.results):
             if self.dims.axes_of(t) is None:
                 self.dims.follow(t, self.dims.fill(t.shape, [], ("out", node.index, k)), node.live)
-            taken: set[Dim] = set()
+            seen: set[Dim] = set()
             for n, g in enumerate(node.groups):
                 dim = self.dim_of(node, g)
                 if dim is None or k >= len(g.outputs):
                     continue
-                if taken & set(dim):  # one dim in two operands that are sliced separately: two dims in the output
+                if seen & set(dim):  # one dim in two operands that are sliced separately: two dims in the output
                     dim = self.dims.born(("apart", node.index, n), g.size)
-                taken |= set(dim)
+                seen |= set(dim)
                 self.dims.claim(t, g.outputs[k], dim, ("out", node.index, k))
             self.keep_names(node, t)
         node.outputs = [self.dims.axes_of(t) or [] for t in node.results]
 
     def keep_names(self, node: ModuleCall, t: Ref) -> None:
         """Identify an output's axes with those of an input of the same shape, if rules lost them inside the call."""
-        mine, passed = self.dims.axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
+        new_axes, passed = self.dims.axes_of(t) or [], {d for axes in node.inputs for axis in known(axes) for d in axis}
         for axes, shape, live in zip(node.inputs, node.shapes, node.lives):
             if live and shape == t.shape:
-                for old, new in zip(known(axes), mine):
+                for old, new in zip(known(axes), new_axes):
                     if not passed & set(new) - set(old):
                         self.dims.unify(old, new)
                 return
@@ -180,8 +180,8 @@ class Search:
             self.probes[node.index] = self.probe(node.module, signature, node.args, node.kwargs, self.seed)
         probe, look = self.probes[node.index], (node.index, structure(node))
         if look not in self.known:
-            given = described(node.args, node.kwargs)
-            kind = (fingerprint(node.module, buffers=True), look[1], given)
+            description = described(node.args, node.kwargs)
+            kind = (fingerprint(node.module, buffers=True), look[1], description)
             if kind in self.alike:  # a repeated block: independent along the same dims, or along fewer of them
                 for g in self.alike[kind]:
                     outputs = probe.independent(g.cuts, g.size)
@@ -198,42 +198,42 @@ class Search:
 
     def explore(self, node: ModuleCall, probe: Probe) -> None:
         """Find every dim of its tensors along which the call is independent."""
-        taken: set[tuple[int, Cut]] = set()
+        claims: set[tuple[int, Cut]] = set()
         for arg, dim, cut in node.slots():
-            if (arg, cut) in taken:
+            if (arg, cut) in claims:
                 continue
-            for choice in itertools.islice(self.ways(node, arg, dim, cut, taken), COMBINATIONS):
+            for choice in itertools.islice(self.ways(node, arg, dim, cut, claims), COMBINATIONS):
                 outputs = probe.independent(choice, dim.size)
                 if outputs is None:
                     continue
                 self.unambiguous(node, probe, choice, arg, dim, cut)
                 node.groups.append(Group((arg, cut), choice, tuple(outputs), dim.size))
-                taken |= {(i, c) for i, c in enumerate(choice) if c is not None}
+                claims |= {(i, c) for i, c in enumerate(choice) if c is not None}
                 break
 
     def ways(
-        self, node: ModuleCall, arg: int, dim: Dim, cut: Cut, taken: set[tuple[int, Cut]]
+        self, node: ModuleCall, arg: int, dim: Dim, cut: Cut, claims: set[tuple[int, Cut]]
     ) -> Iterable[tuple[Cut | None, ...]]:
         """The choices of places to slice in a call's tensors, for a dim of one of them; the likeliest first."""
         options: list[list[Cut | None]] = []
         for i, axes in enumerate(node.inputs):
-            slots = [(d, c) for d, c in places(known(axes)) if (i, c) not in taken]
+            slots = [(d, c) for d, c in places(known(axes)) if (i, c) not in claims]
             same = [c for d, c in slots if d is dim]
             options.append([cut] if i == arg else [*same, None])
             if i != arg:
                 likely = (node.shapes[arg][cut.dim], cut.outer)
-                others = [c for c in self.inside(node, i, dim.size, taken) if c not in same]
-                unlikely = [(node.shapes[i][c.dim], c.outer) != likely for c in others]
-                options[-1] += [c for _, c in sorted(zip(unlikely, others), key=lambda x: x[0])]
+                candidates = [c for c in self.inside(node, i, dim.size, claims) if c not in same]
+                unlikely = [(node.shapes[i][c.dim], c.outer) != likely for c in candidates]
+                options[-1] += [c for _, c in sorted(zip(unlikely, candidates), key=lambda x: x[0])]
         order = itertools.islice(itertools.product(*(range(len(o)) for o in options)), 4096)
         for way in sorted(order, key=lambda w: (sum(x > 0 for x in w), w)):
             yield tuple(o[x] for o, x in zip(options, way))
 
-    def inside(self, node: ModuleCall, arg: int, size: int, taken: set[tuple[int, Cut]]) -> list[Cut]:
+    def inside(self, node: ModuleCall, arg: int, size: int, claims: set[tuple[int, Cut]]) -> list[Cut]:
         """The places of an argument that may hold a dim of `size`, judged only by sizes."""
         cuts = []
         for d, c in places(known(node.inputs[arg])):
-            if (arg, c) in taken or d.size % size or (node.lives[arg] and d.size != size):
+            if (arg, c) in claims or d.size % size or (node.lives[arg] and d.size != size):
                 continue
             cuts += [Cut(c.dim, c.outer * o) for o in divisors(d.size // size)]
         return cuts
@@ -248,14 +248,14 @@ class Search:
                 continue
             if (node.shapes[i][cut.dim], cut.outer) == (node.shapes[arg][at.dim], at.outer):
                 continue
-            for other in self.inside(node, i, dim.size, set()):
-                if other != cut and probe.independent((*choice[:i], other, *choice[i + 1 :]), dim.size) is not None:
-                    where = f"both its axis {cut.dim} and its axis {other.dim}"
-                    if cut.dim == other.dim:
-                        where = f"both the outer and the inner part of its axis {cut.dim}"
+            for rival in self.inside(node, i, dim.size, set()):
+                if rival != cut and probe.independent((*choice[:i], rival, *choice[i + 1 :]), dim.size) is not None:
+                    pair = f"both its axis {cut.dim} and its axis {rival.dim}"
+                    if cut.dim == rival.dim:
+                        pair = f"both the outer and the inner part of its axis {cut.dim}"
                     raise ValueError(
                         f"discover: {node.params[i]!r} of {node.path or 'the model'} has shape {node.shapes[i]}, and "
-                        f"{where} could be the dim of size {dim.size} of {node.params[arg]!r}, so they cannot be told "
+                        f"{pair} could be the dim of size {dim.size} of {node.params[arg]!r}, so they cannot be told "
                         "apart; give batch, frames and tokens different sizes, and pass inputs whose elements differ "
                         "from one another"
                     )

@@ -65,7 +65,7 @@ class Grid:
         ]
         if not self.dims:
             raise ValueError(
-                f"{stage.where} leaves no dim but batch to switch to: '{stage.pattern.text}'; use method='ulysses' or "
+                f"{stage.label} leaves no dim but batch to switch to: '{stage.pattern.text}'; use method='ulysses' or "
                 "'ring', which need no other dim to switch to"
             )
 
@@ -153,7 +153,7 @@ class Grid:
         shape, inside = sized(sizes), sized(local_sizes)
         if inside != dims:
             raise NotationError(
-                f"{self.stage.where}, run on {local_sizes[dim]} of {sizes[dim]} along {dim!r} and {local_sizes[along]} "
+                f"{self.stage.label}, run on {local_sizes[dim]} of {sizes[dim]} along {dim!r} and {local_sizes[along]} "
                 f"of {sizes[along]} along {along!r}, returned {tuple(dims)} where '{pattern}' wants {tuple(inside)}: "
                 f"it is not independent along {dim!r}. Put {dim!r} in brackets in its pattern, or make stages of its "
                 "submodules"
@@ -197,7 +197,7 @@ class Grid:
         for pattern in self.stage.pattern.outputs:
             unknown = [name for name in pattern.names if name not in sizes]
             if unknown:
-                raise NotationError(f"{self.stage.where} returns a dim that no input has, {unknown[0]!r}: '{pattern}'")
+                raise NotationError(f"{self.stage.label} returns a dim that no input has, {unknown[0]!r}: '{pattern}'")
             unit = math.prod(sizes[name] for name in pattern.names if name not in (along, dim)) * itemsize
             after += max(returns) * unit
             adjoint += max(exports) * unit

@@ -60,7 +60,7 @@ def attention(kind: type[AttentionCore], switched: bool = False) -> Callable[...
             if along not in core.pattern.computed:
                 continue
             if any(along not in p.names for p in stage.pattern.outputs):
-                raise ValueError(f"{stage.where} returns no {along!r}: '{stage.pattern.text}'; leave it out of `cores`")
+                raise ValueError(f"{stage.label} returns no {along!r}: '{stage.pattern.text}'; leave it out of `cores`")
             stage.reach = along
             if switched and stage.name not in grids:
                 grids[stage.name] = stage.around = Grid(stage, along)
@@ -82,7 +82,7 @@ def megatron_sp(model: nn.Module, along: str | None = None) -> Prepared:
     for region, stage in regions:
         if any(along not in p.names for p in (stage.pattern.inputs[0], *stage.pattern.outputs)):
             raise ValueError(
-                f"megatron_sp along {along!r}: {stage.where} has no such dim in its first input and its outputs, "
+                f"megatron_sp along {along!r}: {stage.label} has no such dim in its first input and its outputs, "
                 f"'{stage.pattern.text}'"
             )
         stage.reach = along

@@ -86,7 +86,7 @@ class WrappedCall:
         for k, (x, r) in enumerate(zip(outer, inner)):
             if r.local is not x.local and version(locals_[k]) != versions[k]:
                 text = INTO_COPY if self.carried[k] else INTO_PART
-                raise GlueError(text.format(who=self.stage.where, param=bound[k].param))
+                raise GlueError(text.format(who=self.stage.label, param=bound[k].param))
         results = tensors_in(out)
         return map_tensors(out, around.leave(place, self.sizes, self.stage.outputs(results), results))
 

@@ -99,7 +99,7 @@ def refuse_positions(
             continue
         for name in (name for pair in zip(full, reads) if len(reads) == len(full) for name in moved(*pair)):
             raise NotationError(
-                f"{stage.where}: the score or mask function of its flex_attention reads the index of the {name}, and "
+                f"{stage.label}: the score or mask function of its flex_attention reads the index of the {name}, and "
                 f"on a shard along {option.name!r} that index starts from 0 at the shard's first {name}. Write "
                 f"[{option.name}] in '{stage.pattern.text}', or pass the stage a tensor with a pattern that has "
                 f"{option.name!r}, and let the function read that instead of the index"

@@ -43,8 +43,8 @@ class Advice:
             return
         if record.replans:  # to measure it would run the forward again
             if rows := repeated(record):
-                what = every_rank_runs(rows)
-                self.say(NO_PLAN.format(model=type(model.model).__name__, why=model.reason, what=what))
+                text = every_rank_runs(rows)
+                self.say(NO_PLAN.format(model=type(model.model).__name__, why=model.reason, what=text))
             return
         try:
             goal = Goal(record.n, gather_output=model.gather)

@@ -56,12 +56,12 @@ def agree(axis: Axis, model: nn.Module, options: Mapping[str, Any]) -> None:
     facts.update({f"model.{k}".rstrip("."): type(module).__qualname__ for k, module in model.named_modules()})
     if same(axis, sorted(facts.items())):
         return
-    held: list[Any] = [None] * axis.size
-    dist.all_gather_object(held, facts, group=axis.mesh.get_group())
-    names = {name: None for facts in held for name in facts}
-    odd = [name for name in names if any(facts.get(name) != held[0].get(name) for facts in held)]
+    everyone: list[Any] = [None] * axis.size
+    dist.all_gather_object(everyone, facts, group=axis.mesh.get_group())
+    names = {name: None for facts in everyone for name in facts}
+    odd = [name for name in names if any(facts.get(name) != everyone[0].get(name) for facts in everyone)]
     values: dict[str, list[int]] = {}
-    for rank, facts in zip(dist.get_process_group_ranks(axis.mesh.get_group()), held):
+    for rank, facts in zip(dist.get_process_group_ranks(axis.mesh.get_group()), everyone):
         values.setdefault(facts.get(odd[0], "missing"), []).append(rank)
     listing = ", but ".join(f"{value} on rank{'s' * (len(who) > 1)} {some(who)}" for value, who in values.items())
     raise RuntimeError(
@@ -111,9 +111,9 @@ def replicated(axis: Axis, model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def copied(axis: Axis, p: DTensor) -> bool:
     """Tell whether all ranks of the axis hold the same shard: no mesh dim that shards `p` runs along the axis."""
-    others = {*dist.get_process_group_ranks(axis.mesh.get_group())} - {dist.get_rank()}
+    peers = {*dist.get_process_group_ranks(axis.mesh.get_group())} - {dist.get_rank()}
     cut = [d for d, placement in enumerate(p.placements) if not placement.is_replicate()]
-    return all(others.isdisjoint(dist.get_process_group_ranks(p.device_mesh.get_group(d))) for d in cut)
+    return all(peers.isdisjoint(dist.get_process_group_ranks(p.device_mesh.get_group(d))) for d in cut)
 
 
 def sums_of(axis: Axis, tensors: list[tuple[str, Tensor]]) -> Tensor:
@@ -127,9 +127,9 @@ def same(axis: Axis, key: Any) -> bool:
     return alike(gathered(axis, torch.tensor([digest_of(key)], device=device)))
 
 
-def gathered(axis: Axis, mine: Tensor) -> Tensor:
-    everyone = mine.new_empty(axis.size * len(mine))
-    all_gather(everyone, mine, axis.mesh.get_group()).wait()
+def gathered(axis: Axis, row: Tensor) -> Tensor:
+    everyone = row.new_empty(axis.size * len(row))
+    all_gather(everyone, row, axis.mesh.get_group()).wait()
     return everyone
 
 
@@ -211,15 +211,15 @@ class Agreement:
         checked = [i for i, v in enumerate(leaves) if compared(v)]
         whole = [leaves[i] if leaves[i].layout not in SPARSE else bytes_of(leaves[i]) for i in checked]
         if self.device == "cuda":
-            mine = self.on_device(digest, whole, weights)
-            everyone = mine.new_empty(self.axis.size * ROW)
-            arrived, answer = self.to_host(all_gather(everyone, mine, self.group), everyone)
+            row = self.on_device(digest, whole, weights)
+            everyone = row.new_empty(self.axis.size * ROW)
+            arrived, answer = self.to_host(all_gather(everyone, row, self.group), everyone)
         else:
             self.row[:-1] = on_host(digest, whole)
             self.row[-1] = int(checksum(sums_of(self.axis, weights))) if weights else 0
-            mine, everyone = self.sent
-            arrived, answer = all_gather(everyone, mine, self.group).wait, everyone
-        self.pending = arrived, answer, (spec, checked), (mine, everyone)
+            row, everyone = self.sent
+            arrived, answer = all_gather(everyone, row, self.group).wait, everyone
+        self.pending = arrived, answer, (spec, checked), (row, everyone)
         if wait:
             self.finish()
 
@@ -260,8 +260,8 @@ class Agreement:
         arrived, everyone, (spec, checked), _ = self.pending
         self.pending = None
         arrived()
-        held = everyone.tolist()
-        rows = [held[i : i + ROW] for i in range(0, len(held), ROW)]
+        numbers = everyone.tolist()
+        rows = [numbers[i : i + ROW] for i in range(0, len(numbers), ROW)]
         if rows.count(rows[0]) == len(rows):
             return
         slot = next(i for i in range(ROW) if any(row[i] != rows[0][i] for row in rows))

@@ -130,7 +130,7 @@ def of_a_collective(error: BaseException) -> bool:
 def misread(shard: StageShard, error: BaseException) -> str:
     """A message for a stage that raised `error` on a shard but not on full tensors: what its pattern may lack."""
     stage, name, length, size, sizes, arguments = shard
-    text = f"{stage.where} ran on the whole, but on {length} of {size} along {name!r} it raised: {error}. "
+    text = f"{stage.label} ran on the whole, but on {length} of {size} along {name!r} it raised: {error}. "
     lengths = {size: name, 1: "1"}
     for dim, extent in sizes.items():
         lengths.setdefault(extent, dim)
@@ -138,8 +138,8 @@ def misread(shard: StageShard, error: BaseException) -> str:
         if pattern is None and size in shape:
             positional = stage.signature.positional
             param = positional[slot] if isinstance(slot, int) and slot < len(positional) else slot
-            others = (f"[{letter}]" for letter in "uvwxyz" if letter not in sizes)
-            dims = " ".join(lengths.get(extent) or next(others) for extent in shape)
+            letters = (f"[{letter}]" for letter in "uvwxyz" if letter not in sizes)
+            dims = " ".join(lengths.get(extent) or next(letters) for extent in shape)
             before, arrow, after = stage.pattern.text.partition(" ->")
             return text + (
                 f"Its pattern does not mention {param!r}, of shape {shape}, so the stage got all of it and "

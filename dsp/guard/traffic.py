@@ -48,19 +48,19 @@ class Counts:
     calls: int = 0
     entries: list[tuple[Any, str, int, int]] = field(default_factory=list)
 
-    def add(self, where: Any, kind: str, calls: int, nbytes: int) -> None:
+    def add(self, place: Any, kind: str, calls: int, nbytes: int) -> None:
         self.bytes, self.calls = self.bytes + nbytes, self.calls + calls
-        self.entries.append((where, kind, calls, nbytes))
+        self.entries.append((place, kind, calls, nbytes))
 
     def by_place(self) -> dict[Any, Counter[str]]:
         places: dict[Any, Counter[str]] = {}
-        for where, kind, calls, nbytes in self.entries:
-            places.setdefault(where, Counter()).update({kind: nbytes, "calls": calls})
+        for place, kind, calls, nbytes in self.entries:
+            places.setdefault(place, Counter()).update({kind: nbytes, "calls": calls})
         return places
 
 
 def difference(
-    phase: str, sent: Counts, planned: Counts, left: str, name: Callable[[str, Any, Counter[str]], str]
+    phase: str, sent: Counts, planned: Counts, departure: str, name: Callable[[str, Any, Counter[str]], str]
 ) -> str:
     """The difference between sent and planned traffic and its cause, as a sentence.
 
@@ -68,18 +68,18 @@ def difference(
     """
     return (
         f"{SAID[phase]} sent {human(sent.bytes)} in {sent.calls} calls where its plan says {human(planned.bytes)} "
-        f"in {planned.calls}: " + (left or f"{first_place(phase, sent, planned, name)}. {RIGHT}")
+        f"in {planned.calls}: " + (departure or f"{first_place(phase, sent, planned, name)}. {RIGHT}")
     )
 
 
 def first_place(phase: str, sent: Counts, planned: Counts, name: Callable[[str, Any, Counter[str]], str]) -> str:
     """The first place where sent and planned traffic differ, as a sentence."""
     was, meant = sent.by_place(), planned.by_place()
-    for where in dict.fromkeys((*was, *meant)):
-        if was.get(where) != meant.get(where):
-            why = MISSED[phase] if where not in was else ""
-            kinds = was.get(where) or meant[where]
-            return f"at {name(phase, where, kinds)} {shown(was.get(where))} instead of {shown(meant.get(where))}{why}"
+    for place in dict.fromkeys((*was, *meant)):
+        if was.get(place) != meant.get(place):
+            why = MISSED[phase] if place not in was else ""
+            kinds = was.get(place) or meant[place]
+            return f"at {name(phase, place, kinds)} {shown(was.get(place))} instead of {shown(meant.get(place))}{why}"
     return "the same in other places"
 
 
@@ -111,7 +111,7 @@ class PlannedTraffic:
                 self.phases[t.phase].add(t.node, t.kind, t.calls, t.sent[axis.rank])
         self.returns = not self.grown and any(self.phases[phase].calls for phase in ("backward", "recompute"))
 
-    def kept(self, phase: str, sent: Counts) -> bool:
+    def holds(self, phase: str, sent: Counts) -> bool:
         """Tell whether traffic is as planned; of one of several ways, at most that of all."""
         planned = self.phases[phase]
         if self.grown:
@@ -193,7 +193,7 @@ class CallTraffic:
 
     def __init__(self, guard: TrafficGuard, planned: PlannedTraffic, key: Any, nodes: int) -> None:
         self.guard, self.planned, self.key, self.nodes = guard, planned, key, nodes
-        self.counts, self.ended, self.left = Counts(), False, ""
+        self.counts, self.ended, self.departure = Counts(), False, ""
         self.passes: dict[int, dict[str, Counts]] = {}  # the running backward passes, by number
 
     def on_collective(self, name: str, args: tuple[Any, ...]) -> None:
@@ -219,15 +219,15 @@ class CallTraffic:
         if len(record.nodes) > self.nodes:
             name = node_name("forward", record.nodes[self.nodes], Counter())
             recorded = ", which is the record of earlier calls," if self.planned.grown else ""
-            self.left = f"it called {name} on tensors for which the plan{recorded} has no such call"
+            self.departure = f"it called {name} on tensors for which the plan{recorded} has no such call"
         planned = self.planned.phases["forward"]
         if (self.counts.bytes, self.counts.calls) != (planned.bytes, planned.calls):
             self.judge({"forward": self.counts})
 
     def judge(self, sent: dict[str, Counts]) -> None:
         for phase, counts in sent.items():
-            if not self.planned.kept(phase, counts):
-                text = difference(phase, counts, self.planned.phases[phase], self.left, node_name)
+            if not self.planned.holds(phase, counts):
+                text = difference(phase, counts, self.planned.phases[phase], self.departure, node_name)
                 self.guard.say(self.key, text)
                 return
 

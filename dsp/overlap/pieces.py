@@ -166,7 +166,7 @@ class PieceRun:
             out = forward(*args, **kwargs)
             RUNNING.set(self.planned.node)
             if versions != [version(t) for t in tensors]:
-                raise GlueError(WRITES.format(who=self.planned.stage.where))
+                raise GlueError(WRITES.format(who=self.planned.stage.label))
             self.keep(i, out)
         return map_tensors(out, [self.joined(k) for k in range(len(self.results))])
 

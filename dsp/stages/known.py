@@ -71,8 +71,8 @@ def changed(kind: Any, takes: tuple[str, ...]) -> None:
     now = [name for name in inspect.signature(kind.forward).parameters if name != "self"]
     if set(now) == set(takes):
         return
-    new, gone = [x for x in now if x not in takes], [x for x in takes if x not in now]
-    said = [f"it also takes {', '.join(new)}"] * bool(new) + [f"it takes no {', '.join(gone)}"] * bool(gone)
+    new, absent = [x for x in now if x not in takes], [x for x in takes if x not in now]
+    said = [f"it also takes {', '.join(new)}"] * bool(new) + [f"it takes no {', '.join(absent)}"] * bool(absent)
     log.warning(
         "%s: the forward differs from that of %s %s, for which dsp knows the dims: %s. Compare with one process "
         "(dsp.check), or give stages",

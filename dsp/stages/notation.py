@@ -200,16 +200,16 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
 
     sizes: dict[str, int] = {}
 
-    def stated(part: Sequence[str]) -> list[str]:
+    def without_sizes(part: Sequence[str]) -> list[str]:
         """Remove the sizes that are stated as numbers, as in 'x=b (t p), p=4', and note them."""
-        left = list(part)
+        items = list(part)
         ends = [i for i in range(len(part), 2, -1) if part[i : i + 1] in ([], [","])]  # 'x=1 t' is a tensor
         for at in [i - 2 for i in ends if part[i - 2] == "=" and part[i - 1].isdigit()]:
             if not root:
                 raise NotationError(f"{text!r}: sizes are stated in the root pattern, under the key ''")
-            sizes[left[at - 1]] = int(left[at + 1])
-            del left[max(at - 2, 0) : at + 2 + (at < 2)]  # with the comma before it, or after
-        return left
+            sizes[items[at - 1]] = int(items[at + 1])
+            del items[max(at - 2, 0) : at + 2 + (at < 2)]  # with the comma before it, or after
+        return items
 
     def tensors(part: Sequence[str]) -> tuple[TensorPattern, ...]:
         groups: list[list[str]] = [[]]
@@ -224,7 +224,7 @@ def parse(text: str, *, root: bool = False) -> StagePattern:
             raise NotationError(f"{text!r}: an empty tensor pattern beside a ',' or '->'")
         return tuple(_parse_tensor(g, text) for g in groups)
 
-    inputs = tensors(stated(tokens[:cut]))
+    inputs = tensors(without_sizes(tokens[:cut]))
     params = [p.param for p in inputs if p.param]
     if len(set(params)) < len(params):
         raise NotationError(f"{text!r}: a parameter is named twice")
@@ -269,19 +269,19 @@ def _list(names: Sequence[str]) -> str:
 
 
 def solve_sizes(
-    tensors: Sequence[tuple[TensorPattern, Sequence[int]]], root: Mapping[str, int], *, where: str
+    tensors: Sequence[tuple[TensorPattern, Sequence[int]]], root: Mapping[str, int], *, label: str
 ) -> dict[str, int]:
     """The sizes of the dims in one call, from the patterns and shapes of its tensors; `root` has sizes only for folds.
 
     An axis of size 1 broadcasts if its dim is longer in another tensor. Raises NotationError if shapes do not fit.
     """
-    sizes, folds = _sizes_of_axes(tensors, where)
+    sizes, folds = _sizes_of_axes(tensors, label)
     while folds:
-        waiting = [fold for fold in folds if not _opened(*fold, sizes, root, where)]
+        waiting = [fold for fold in folds if not _opened(*fold, sizes, root, label)]
         if len(waiting) == len(folds):
             _, axis, size = waiting[0]
             raise Ambiguous(
-                f"{where}: cannot tell the dims of {_show(axis)} (size {size}) apart. Name the dims of the model's "
+                f"{label}: cannot tell the dims of {_show(axis)} (size {size}) apart. Name the dims of the model's "
                 'inputs in a root pattern, for example {"": "x=b c t h w"}. A size that no shape of an input gives is '
                 f'stated there, too: by an int argument or attribute of the model, "num_frames={axis[-1]}", or by a '
                 f'number, "{axis[-1]}=4". If the dims are never needed by themselves, give the axis one name',
@@ -296,7 +296,7 @@ Fold = tuple[TensorPattern, tuple[str, ...], int]  # an axis of several dims in 
 
 
 def _sizes_of_axes(
-    tensors: Sequence[tuple[TensorPattern, Sequence[int]]], where: str
+    tensors: Sequence[tuple[TensorPattern, Sequence[int]]], label: str
 ) -> tuple[dict[str, int], list[Fold]]:
     """The sizes of dims that have an axis of their own, and the folds."""
     sizes: dict[str, int] = {}
@@ -304,23 +304,23 @@ def _sizes_of_axes(
     for pattern, shape in tensors:
         if len(shape) != len(pattern.axes):
             raise NotationError(
-                f"{where}: the pattern '{pattern}' has {len(pattern.axes)} axes (a fold counts as one), but the "
+                f"{label}: the pattern '{pattern}' has {len(pattern.axes)} axes (a fold counts as one), but the "
                 f"tensor has {len(shape)}: its shape is {tuple(shape)}. Write one name, or one fold, for each axis"
             )
         for axis, size in zip(pattern.axes, shape):
             if len(axis) > 1:
                 folds.append((pattern, axis, size))
             elif not axis and size != 1:
-                raise NotationError(f"{where}: '{pattern}' says 1, but this axis of {tuple(shape)} is {size}")
+                raise NotationError(f"{label}: '{pattern}' says 1, but this axis of {tuple(shape)} is {size}")
             elif axis and (known := sizes.setdefault(axis[0], size)) != size:
                 if 1 not in (known, size):
-                    raise NotationError(f"{where}: dim {axis[0]!r} is {known} in one tensor and {size} in '{pattern}'")
+                    raise NotationError(f"{label}: dim {axis[0]!r} is {known} in one tensor and {size} in '{pattern}'")
                 sizes[axis[0]] = max(known, size)
     return sizes, folds
 
 
 def _opened(
-    pattern: TensorPattern, axis: tuple[str, ...], size: int, sizes: dict[str, int], root: Mapping[str, int], where: str
+    pattern: TensorPattern, axis: tuple[str, ...], size: int, sizes: dict[str, int], root: Mapping[str, int], label: str
 ) -> bool:
     """Note the sizes of a fold's dims; False if two of them are still unknown."""
     known = {n: sizes.get(n, root.get(n)) for n in axis}
@@ -332,10 +332,10 @@ def _opened(
         return True  # broadcasts against the tensors that gave these sizes
     fits = bool(product) and size % product == 0 if unknown else size == product
     if not fits:
-        stated = " x ".join(f"{n}={v}" for n, v in known.items() if v is not None)
+        factors = " x ".join(f"{n}={v}" for n, v in known.items() if v is not None)
         raise NotationError(
-            f"{where}: '{pattern}' does not fit: axis {_show(axis)} has size {size}, which is not "
-            + (f"a multiple of {stated}" if unknown else f"{stated} = {product}")
+            f"{label}: '{pattern}' does not fit: axis {_show(axis)} has size {size}, which is not "
+            + (f"a multiple of {factors}" if unknown else f"{factors} = {product}")
         )
     sizes.update({n: size // product if v is None else v for n, v in known.items()})
     return True

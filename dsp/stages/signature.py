@@ -42,26 +42,26 @@ class Arguments:
 def put(args: list[Any], kwargs: dict[str, Any], slot: Slot, value: Any) -> None:
     """Replace an argument, or an item of a list or tuple argument, of which a copy is made."""
     place, item = slot if isinstance(slot, tuple) else (slot, None)
-    held: Any = args if isinstance(place, int) else kwargs
+    container: Any = args if isinstance(place, int) else kwargs
     if item is not None:
-        items = list(held[place])
+        items = list(container[place])
         items[item] = value
-        value = type(held[place])(items)
-    held[place] = value
+        value = type(container[place])(items)
+    container[place] = value
 
 
 def got(args: Sequence[Any], kwargs: Mapping[str, Any], slot: Slot) -> Any:
     """The argument in a slot, or the item of it."""
     place, item = slot if isinstance(slot, tuple) else (slot, None)
-    held = args[place] if isinstance(place, int) else kwargs[place]
-    return held if item is None else held[item]
+    value = args[place] if isinstance(place, int) else kwargs[place]
+    return value if item is None else value[item]
 
 
 class Signature:
     """A pattern and the parameters of a module's forward: binds the tensors of a call to the pattern."""
 
-    def __init__(self, module: nn.Module, pattern: StagePattern, where: str) -> None:
-        self.where, self.pattern = where, pattern
+    def __init__(self, module: nn.Module, pattern: StagePattern, label: str) -> None:
+        self.label, self.pattern = label, pattern
         while "_orig_mod" in children_of(module):
             module = children_of(module)["_orig_mod"]
         self.module = module
@@ -75,7 +75,7 @@ class Signature:
             if p.param and p.param not in self.names and not self.open_kwargs and self.attribute(p) is None:
                 close = difflib.get_close_matches(p.param, list(self.names), 1)
                 raise NotationError(
-                    f"{where}: forward of {type(module).__name__} has no parameter {p.param!r}; it has "
+                    f"{label}: forward of {type(module).__name__} has no parameter {p.param!r}; it has "
                     f"{', '.join(self.names)}" + (f". Did you mean {close[0]!r}?" if close else "")
                 )
         self.named = {p.param: p for p in pattern.inputs if p.param}
@@ -89,8 +89,8 @@ class Signature:
 
     def integers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
         """The int arguments of one call, defaults included."""
-        given = {**self.defaults, **dict(zip(self.positional, args)), **kwargs}
-        return {name: value for name, value in given.items() if type(value) is int}
+        arguments = {**self.defaults, **dict(zip(self.positional, args)), **kwargs}
+        return {name: value for name, value in arguments.items() if type(value) is int}
 
     def numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
         """The sizes that the pattern states by numbers, int arguments or attributes."""
@@ -126,13 +126,13 @@ class Signature:
                 if self.pattern.root and type(value) is int and len(self.named[param].names) == 1:
                     continue  # the size of a dim
                 raise NotationError(
-                    f"{self.where}: the pattern names {param!r}, whose value is a {type(value).__name__}, not a tensor"
+                    f"{self.label}: the pattern names {param!r}, whose value is a {type(value).__name__}, not a tensor"
                     + (", nor a list or tuple of tensors" if self.pattern.root else "")
                 )
             elif any(isinstance(t, DTensor) or is_shard(t) for t in nested(value)):
                 raise self.hidden(param, value)
         if self.bare and not any(b.pattern is self.bare[0] for b in bound):
-            raise NotationError(f"{self.where}: no tensor argument is left for the pattern '{self.bare[0]}'")
+            raise NotationError(f"{self.label}: no tensor argument is left for the pattern '{self.bare[0]}'")
         return Arguments(args, kwargs), bound
 
     def nested(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, NotationError]]:
@@ -143,7 +143,7 @@ class Signature:
 
     def hidden(self, param: str, value: Any) -> NotationError:
         return NotationError(
-            f"{self.where} gets a sharded tensor inside the {type(value).__name__} {param!r}, where no pattern "
+            f"{self.label} gets a sharded tensor inside the {type(value).__name__} {param!r}, where no pattern "
             "can name it; pass it as an argument of its own"
         )
 
@@ -181,9 +181,9 @@ def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs
     signature = Signature(model, root, "the model")
     _, bound = signature.bind(args, kwargs)
     tensors = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]
-    stated = signature.numbers(args, kwargs)
+    numbers = signature.numbers(args, kwargs)
     try:
-        sizes = solve_sizes(tensors, stated, where="the model")
+        sizes = solve_sizes(tensors, numbers, label="the model")
     except Ambiguous as error:
         # (b t) of 32, and one int argument that can be the length of t: num_frames=16
         integers = {k: v for k, v in signature.integers(args, kwargs).items() if v > 1 and error.size % v == 0}
@@ -192,9 +192,9 @@ def sizes_of_root(model: nn.Module, root: StagePattern | None, args: Any, kwargs
             candidates = ", ".join(f"{k}={v}" for k, v in integers.items())
             hint = f". Int arguments of the model's forward that could state a size: {candidates}" if candidates else ""
             raise NotationError(f"{error}{hint}") from None
-        stated = {**stated, dims[0]: next(iter(integers.values()))}
-        sizes = solve_sizes(tensors, stated, where="the model")
-    for dim, size in stated.items():
+        numbers = {**numbers, dims[0]: next(iter(integers.values()))}
+        sizes = solve_sizes(tensors, numbers, label="the model")
+    for dim, size in numbers.items():
         if sizes.setdefault(dim, size) != size:
             raise NotationError(f"the model: '{root.text}' says {dim}={size}, but in the inputs it is {sizes[dim]}")
     return sizes

@@ -53,12 +53,12 @@ class Stage:
 
     def __init__(self, name: str, module: nn.Module, text: str) -> None:
         self.name, self.module = name, module
-        self.where = f"stage {name!r}"
+        self.label = f"stage {name!r}"
         try:
             self.pattern = parse(text)
         except NotationError as error:
-            raise NotationError(f"{self.where}: {error}") from None
-        self.signature = Signature(module, self.pattern, self.where)
+            raise NotationError(f"{self.label}: {error}") from None
+        self.signature = Signature(module, self.pattern, self.label)
         self.methods: list[StageMethod] = []
         self.around: StageWrapper | None = None
         self.reach: str | None = None
@@ -67,7 +67,7 @@ class Stage:
 
     def sizes(self, bound: Iterable[Bound], root: Mapping[str, int]) -> dict[str, int]:
         tensors = [(b.pattern, tuple(b.tensor.shape)) for b in bound if b.pattern]
-        return solve_sizes(tensors, root, where=self.where)
+        return solve_sizes(tensors, root, label=self.label)
 
     def result_sizes(
         self, t: Tensor, p: TensorPattern, sizes: Mapping[str, int], root: Mapping[str, int]
@@ -77,10 +77,10 @@ class Stage:
         for name in [n for n in p.names if n in self.pattern.computed]:
             if len(p.axes[p.axis_of(name)]) == 1:
                 lengths[name] = t.shape[p.axis_of(name)]
-        for name, size in solve_sizes([(p, tuple(t.shape))], {**root, **lengths}, where=self.where).items():
+        for name, size in solve_sizes([(p, tuple(t.shape))], {**root, **lengths}, label=self.label).items():
             if name in self.pattern.free and size != sizes.get(name, size):
                 raise NotationError(
-                    f"{self.where} returned {tuple(t.shape)}: dim {name!r} is {size} where its input has "
+                    f"{self.label} returned {tuple(t.shape)}: dim {name!r} is {size} where its input has "
                     f"{sizes[name]}; a dim outside brackets keeps its size"
                 )
             lengths[name] = size
@@ -114,10 +114,10 @@ class Stage:
         """Raise NotationError for a batch norm in train mode, whose statistics run over all slices."""
         for name, module in self.module.named_modules():
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training:
-                where = f"its {clean(name)!r}" if name else "it"
+                owner = f"its {clean(name)!r}" if name else "it"
                 dims = " ".join(str(o.name) for o in options)
                 raise NotationError(
-                    f"{self.where}: {where} is a {type(module).__name__} in training, whose statistics run over all "
+                    f"{self.label}: {owner} is a {type(module).__name__} in training, whose statistics run over all "
                     f"dims but the channels: so the stage is not independent along {dims}. Put {dims} in brackets "
                     f"in '{self.pattern.text}', or use a norm that acts on each sample alone"
                 )
@@ -127,14 +127,14 @@ class Stage:
         patterns = self.pattern.outputs
         if len(tensors) != len(patterns):
             raise NotationError(
-                f"{self.where} returns {len(tensors)} tensors, but its pattern '{self.pattern.text}' describes "
+                f"{self.label} returns {len(tensors)} tensors, but its pattern '{self.pattern.text}' describes "
                 f"{len(patterns)}; write one pattern for each after '->'"
             )
         for pattern, t in zip(patterns, tensors):
             if t.ndim != len(pattern.axes):
-                how = "" if self.pattern.explicit_output else " (without '->' it is laid out like the first input)"
+                hint = "" if self.pattern.explicit_output else " (without '->' it is laid out like the first input)"
                 raise NotationError(
-                    f"{self.where} returned shape {tuple(t.shape)}, but its output pattern is '{pattern}'{how}"
+                    f"{self.label} returned shape {tuple(t.shape)}, but its output pattern is '{pattern}'{hint}"
                 )
         return list(patterns)
 
@@ -156,7 +156,7 @@ def fits_fold(pattern: TensorPattern | None, name: str, sizes: Mapping[str, int]
     if pattern is None or name not in pattern.names:
         return True
     names = pattern.axes[pattern.axis_of(name)]
-    return fold_fits(sizes[name], math.prod(sizes.get(other, 2) for other in names[names.index(name) + 1 :]), n)
+    return fold_fits(sizes[name], math.prod(sizes.get(inner, 2) for inner in names[names.index(name) + 1 :]), n)
 
 
 def clean(name: str) -> str:
@@ -194,10 +194,10 @@ def find_stages(model: nn.Module, stages: Mapping[str, str]) -> tuple[list[Stage
     matches = [Stage(*match) for match in find_modules(model, stages)]
     for stage in matches:
         inside = {id(m) for m in stage.module.modules() if m is not stage.module}
-        for other in matches:
-            if id(other.module) in inside:
+        for inner in matches:
+            if id(inner.module) in inside:
                 raise NotationError(
-                    f"stage {other.name!r} lies inside stage {stage.name!r}; stages cannot be nested: inside the outer "
+                    f"stage {inner.name!r} lies inside stage {stage.name!r}; stages cannot be nested: inside the outer "
                     "stage, tensors are already local. Remove one of the two from stages"
                 )
     return matches, root
@@ -223,10 +223,10 @@ def find_modules(model: nn.Module, texts: Mapping[str, str]) -> list[tuple[str, 
                 raise NotationError(
                     f"stage key {pattern!r} names a {kind}, which is not called itself; write '{pattern}.*'"
                 )
-            *_, other = entries.setdefault(id(modules[name]), (name, modules[name], text))
-            if other != text:
+            *_, earlier = entries.setdefault(id(modules[name]), (name, modules[name], text))
+            if earlier != text:
                 raise NotationError(
-                    f"submodule {name!r} is matched twice, as {other!r} and as {text!r}; give it one pattern"
+                    f"submodule {name!r} is matched twice, as {earlier!r} and as {text!r}; give it one pattern"
                 )
     return list(entries.values())
 

@@ -20,12 +20,12 @@ def human(size: float) -> str:
     raise AssertionError
 
 
-def number_of(count: int, what: str) -> str:
+def number_of(count: int, noun: str) -> str:
     """
     >>> number_of(1, "rank"), number_of(8, "rank"), number_of(2, "switch")
     ('1 rank', '8 ranks', '2 switches')
     """
-    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

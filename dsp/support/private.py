@@ -136,10 +136,10 @@ def fsdp_precision(module: Any) -> tuple[dict[int, torch.dtype], torch.dtype | N
     return parameters, to if policy.cast_forward_inputs else None, policy.output_dtype
 
 
-def all_gather(everyone: Tensor, mine: Tensor, group: Any) -> Any:
+def all_gather(everyone: Tensor, row: Tensor, group: Any) -> Any:
     """Begin an all-gather by the group itself, in two thirds of the host time of `torch.distributed`'s function."""
     gather = getattr(group, "all_gather_single", None) or group._allgather_base  # renamed in torch 2.13
-    return gather(everyone, mine)
+    return gather(everyone, row)
 
 
 LARGE = 1 << 14  # bytes of a message, from which on the time on the link counts
@@ -287,7 +287,7 @@ def real_tensors_packed() -> AbstractContextManager[Any]:
             return True, hooks[0](t)
         return False, t if t.grad_fn is None else t.detach()  # a node that saves its own result would hold itself
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda held: hooks[1](held[1]) if held[0] else held[1])
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda pair: hooks[1](pair[1]) if pair[0] else pair[1])
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -401,22 +401,22 @@ class Recompute:
     """The recomputation of an activation checkpoint inside a context, `around()`. It replaces `frame.recompute_fn`.
 
     key: the owner of the context, which is entered once for each owner. plain: maps a saved tensor to the one whose
-    metadata is compared. given: restores the arguments from the saved ones, which come back as plain tensors if the
+    metadata is compared. restore: restores the arguments from the saved ones, which come back as plain tensors if the
     hooks of another checkpoint saved them.
     """
 
     def __init__(
         self, frame: Any, key: Any, around: Callable[[], AbstractContextManager[Any]],
-        plain: Callable[[Any], Any] | None = None, given: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+        plain: Callable[[Any], Any] | None = None, restore: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     ) -> None:  # fmt: skip
-        self.inner, self.key, self.around, self.given = frame.recompute_fn, key, around, given
+        self.inner, self.key, self.around, self.restore = frame.recompute_fn, key, around, restore
         frame.recompute_fn = self
         if plain is not None:
             compared_as(frame, plain)
 
     def __call__(self, *args: Any) -> Any:
         with self.around():
-            return self.inner(*(args if self.given is None else self.given(args)))
+            return self.inner(*(args if self.restore is None else self.restore(args)))
 
     @staticmethod
     def keys(frame: Any) -> Iterator[Any]:

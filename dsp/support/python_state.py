@@ -73,12 +73,12 @@ class World:
                 waiting.extend(self.hold(node))
 
     def __enter__(self) -> World:
-        self.drawn = random.getstate(), np.random.get_state()
+        self.generators = random.getstate(), np.random.get_state()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        random.setstate(self.drawn[0])
-        np.random.set_state(self.drawn[1])
+        random.setstate(self.generators[0])
+        np.random.set_state(self.generators[1])
         for undo in self.undo:
             undo()
 
@@ -138,8 +138,8 @@ class World:
                 yield value
         new = names - self.names
         self.names |= new
-        for held in self.classes if new else ():
-            yield from (held[name] for name in new & held.keys())
+        for namespace in self.classes if new else ():
+            yield from (namespace[name] for name in new & namespace.keys())
 
     def hold_names(self, scope: dict[str, Any], names: Iterable[str]) -> Iterator[Any]:
         for name in names:
@@ -148,11 +148,11 @@ class World:
                 yield scope[name]
 
     def hold_class(self, it: type) -> Iterator[Any]:
-        held = dict(it.__dict__)
-        self.undo.append(functools.partial(redefined, it, held))
-        self.classes.append(held)
-        yield from (held[name] for name in self.names & held.keys())
-        yield from (v for v in held.values() if not isinstance(v, METHODS))
+        namespace = dict(it.__dict__)
+        self.undo.append(functools.partial(redefined, it, namespace))
+        self.classes.append(namespace)
+        yield from (namespace[name] for name in self.names & namespace.keys())
+        yield from (v for v in namespace.values() if not isinstance(v, METHODS))
         yield from it.__bases__
 
     def hold_object(self, it: Any) -> Iterator[Any]:
@@ -238,14 +238,14 @@ def emptied(cache: Any, misses: int) -> None:
         cache.cache_clear()
 
 
-def redefined(kind: type, held: dict[str, Any]) -> None:
+def redefined(kind: type, namespace: dict[str, Any]) -> None:
     now = dict(kind.__dict__)
-    for name in now.keys() | held.keys():
+    for name in now.keys() | namespace.keys():
         with suppress(AttributeError, TypeError):
-            if name not in held:
+            if name not in namespace:
                 delattr(kind, name)
-            elif now.get(name, MISSING) is not held[name]:
-                setattr(kind, name, held[name])
+            elif now.get(name, MISSING) is not namespace[name]:
+                setattr(kind, name, namespace[name])
 
 
 def reset(it: Any, name: str, value: Any) -> None:
@@ -258,13 +258,13 @@ def entries(it: Any) -> list[Any]:
     return list(it.items() if isinstance(it, dict) else it)
 
 
-def refilled_container(it: Any, held: list[Any]) -> None:
+def refilled_container(it: Any, items: list[Any]) -> None:
     now, pairs = entries(it), isinstance(it, dict)
-    if len(now) != len(held) or any(
-        a is not b and not (pairs and a[0] is b[0] and a[1] is b[1]) for a, b in zip(now, held)
+    if len(now) != len(items) or any(
+        a is not b and not (pairs and a[0] is b[0] and a[1] is b[1]) for a, b in zip(now, items)
     ):
         it.clear()
-        (it.update if isinstance(it, (dict, set)) else it.extend)(held)
+        (it.update if isinstance(it, (dict, set)) else it.extend)(items)
 
 
 def rewritten(t: Tensor, version: int, numbers: Tensor) -> None:

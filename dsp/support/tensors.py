@@ -25,18 +25,18 @@ class ByTensor(Generic[T]):
     """A dict from tensors, by identity, to values. It does not keep the tensors alive."""
 
     def __init__(self) -> None:
-        self.held: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+        self.entries: dict[int, tuple[weakref.ref[Tensor], T]] = {}
 
     def get(self, t: Tensor) -> T | None:
-        entry = self.held.get(id(t))
+        entry = self.entries.get(id(t))
         return entry[1] if entry is not None and entry[0]() is t else None
 
     def __setitem__(self, t: Tensor, value: T) -> None:
-        self.held[id(t)] = weakref.ref(t), value
+        self.entries[id(t)] = weakref.ref(t), value
 
     def items(self) -> Iterator[tuple[Tensor, T]]:
         """The tensors that are alive, with their values."""
-        return ((t, value) for ref, value in list(self.held.values()) if (t := ref()) is not None)
+        return ((t, value) for ref, value in list(self.entries.values()) if (t := ref()) is not None)
 
 
 class Memory(StorageWeakRef):

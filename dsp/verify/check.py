@@ -72,7 +72,7 @@ class Check:
         self, model: nn.Module, args: Any, kwargs: Any, axis: Axis, stages: Mapping[str, str] | None,
         thorough: bool = True, draw: bool = True,
     ) -> None:  # fmt: skip
-        self.axis, self.stated, self.thorough = axis, stages, thorough
+        self.axis, self.declared, self.thorough = axis, stages, thorough
         stages_of(model, stages)  # raises for invalid stages before anything runs
         self.model, self.args, self.kwargs, self.dtype, self.modes = prepared(model, args, kwargs, thorough, draw)
         self.stages, self.root = stages_of(self.model, stages)
@@ -100,7 +100,7 @@ class Check:
         if hasattr(runtime, "advice"):
             return runtime.advice
         try:
-            return dsp.plan(self.model, self.args, self.kwargs, size=self.axis.size, stages=self.stated).advice
+            return dsp.plan(self.model, self.args, self.kwargs, size=self.axis.size, stages=self.declared).advice
         except Exception as reason:
             log.debug("no advice, since there is no plan: %s: %s", type(reason).__name__, reason)
             return ""
@@ -114,7 +114,7 @@ class Check:
             inputs, modes = [("", self.args, self.kwargs)], [m for m in modes if not m.fails][:1]
             report.uncovered.append("more than one call and one size: thorough=False")
         single = cast(self.model, self.dtype)
-        parallel = dsp.parallelize(cast(self.model, self.dtype), self.axis.mesh, self.stated)
+        parallel = dsp.parallelize(cast(self.model, self.dtype), self.axis.mesh, self.declared)
         for mode in modes:
             if mode.fails:
                 report.uncovered.append(f"{mode.name} mode: the model itself raises {mode.fails}")

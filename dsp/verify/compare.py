@@ -51,11 +51,11 @@ class Trial:
         for name, p in model.named_parameters():
             if not (grad and p.requires_grad):
                 continue
-            mine = p.grad
+            gradient = p.grad
             if axis is not None:  # every rank must take part in every all-reduce, even without a gradient
-                mine = torch.zeros_like(p) if mine is None else mine
-                mine = torch.ops.dsp.all_reduce(mine.contiguous(), axis.group) / axis.size
-            self.grads[clean(name)] = mine
+                gradient = torch.zeros_like(p) if gradient is None else gradient
+                gradient = torch.ops.dsp.all_reduce(gradient.contiguous(), axis.group) / axis.size
+            self.grads[clean(name)] = gradient
         self.grads.update({f"input {i}": t.grad for i, t in enumerate(leaves) if t.requires_grad})
         if scale != 1:
             self.grads = {name: None if g is None else g / scale for name, g in self.grads.items()}
@@ -115,11 +115,11 @@ def gradients(got: Trial, expected: Trial) -> Iterator[tuple[str, float]]:
     largest = [float(g.abs().max()) for g in expected.grads.values() if g is not None and g.numel()]
     floor = 1e-6 * max(largest, default=0.0)
     for name, g in expected.grads.items():
-        mine = got.grads.get(name)
-        if g is None or mine is None:
-            off = 0.0 if (g is None or not g.any()) and (mine is None or not mine.any()) else float("inf")
+        gradient = got.grads.get(name)
+        if g is None or gradient is None:
+            off = 0.0 if (g is None or not g.any()) and (gradient is None or not gradient.any()) else float("inf")
         else:
-            off = error(mine, g, floor)
+            off = error(gradient, g, floor)
         yield name, off
 
 

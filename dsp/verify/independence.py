@@ -75,15 +75,15 @@ def compare_slices(
         sums = name in stage.pattern.summed
         try:
             worst = (sums_off if sums else slices_off)(stage, args, kwargs, cuts, name, sizes, whole, root_sizes)
-            how = "a sum over" if sums else "independent along"
-            what = "the sum of f(slice) is off by {} from f" if sums else "f(slice) is off by {} from the slice of f"
-            failure = f"is not {how} {name!r}: {what.format(f'{worst:.1e}')}"
+            relation = "a sum over" if sums else "independent along"
+            text = "the sum of f(slice) is off by {} from f" if sums else "f(slice) is off by {} from the slice of f"
+            failure = f"is not {relation} {name!r}: {text.format(f'{worst:.1e}')}"
         except Exception as reason:
             worst, failure = float("inf"), f"fails on a slice along {name!r} ({type(reason).__name__}: {reason})"
         report.slices[(stage.name, name)] = max(worst, report.slices.get((stage.name, name), 0.0))
         if not worst <= tolerance:
             report.problems.append(
-                f"{stage.where} {failure}; write [{name}] in '{stage.pattern.text}'. Or, if another argument of the "
+                f"{stage.label} {failure}; write [{name}] in '{stage.pattern.text}'. Or, if another argument of the "
                 f"stage also has the dim {name!r}, give that argument a pattern"
             )
 

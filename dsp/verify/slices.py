@@ -72,14 +72,14 @@ def smaller(
             return None
         return lengths, a, k
 
-    best, taken = None, list[str]()
+    best, names_cut = None, list[str]()
     # all at once; else first those of equal size, which may have to stay equal, then each alone
     alike = [[n for n in names if sizes[n] == size] for size in dict.fromkeys(sizes[n] for n in names)]
     for some in (list(names), *alike, *([n] for n in names)):
-        if set(some) <= set(taken):
+        if set(some) <= set(names_cut):
             continue
-        if (shorter := cut(taken + [n for n in some if n not in taken])) is not None:
-            best, taken = shorter, [*taken, *(n for n in some if n not in taken)]
+        if (shorter := cut(names_cut + [n for n in some if n not in names_cut])) is not None:
+            best, names_cut = shorter, [*names_cut, *(n for n in some if n not in names_cut)]
     return best
 
 
@@ -146,19 +146,19 @@ class Draws(TorchDispatchMode):
         numbers = self.take(out)
         return out if numbers is out else args[0].copy_(numbers) if name.endswith("_") else numbers
 
-    def take(self, fresh: Tensor) -> Tensor:
+    def take(self, numbers: Tensor) -> Tensor:
         """Remember numbers just drawn; or those of the whole call, sliced to the same shape, in their place."""
         if self.recorded is None:
-            self.numbers.append(fresh.clone())
-            return fresh
+            self.numbers.append(numbers.clone())
+            return numbers
         if len(self.numbers) == len(self.recorded.numbers):
             raise Shared("a call on a slice draws more random numbers than the full call")
         whole = self.recorded.numbers[len(self.numbers)]
-        self.numbers.append(fresh)
-        axes = [d for d in range(whole.ndim) if fresh.ndim == whole.ndim and fresh.shape[d] != whole.shape[d]]
-        if len(axes) != 1 or whole.shape[axes[0]] * self.length != fresh.shape[axes[0]] * self.size:
+        self.numbers.append(numbers)
+        axes = [d for d in range(whole.ndim) if numbers.ndim == whole.ndim and numbers.shape[d] != whole.shape[d]]
+        if len(axes) != 1 or whole.shape[axes[0]] * self.length != numbers.shape[axes[0]] * self.size:
             raise Shared(
-                f"random numbers {tuple(fresh.shape)} of a slice are no part of the full call's {tuple(whole.shape)}"
+                f"random numbers {tuple(numbers.shape)} of a slice are no part of the full call's {tuple(whole.shape)}"
             )
         extent = whole.shape[axes[0]]
         outer = self.outers.get(extent, extent // self.size)
@@ -244,9 +244,9 @@ def _places(part: Any, whole: Any, size: int, length: int, outers: Mapping[int, 
     axes = [d for d in range(len(whole)) if len(part) == len(whole) and part[d] != whole[d]]
     if len(axes) != 1 or whole[axes[0]] % size or part[axes[0]] * size != whole[axes[0]] * length:
         return []
-    rest = whole[axes[0]] // size
+    extent = whole[axes[0]] // size
     likely = outers.get(whole[axes[0]], 1)
-    return [Cut(axes[0], o) for o in sorted(divisors(rest), key=lambda o: (o != likely, o))]
+    return [Cut(axes[0], o) for o in sorted(divisors(extent), key=lambda o: (o != likely, o))]
 
 
 def divisors(n: int) -> list[int]:

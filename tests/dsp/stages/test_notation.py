@@ -48,7 +48,7 @@ def test_misreadings_are_explained(text: str, message: str) -> None:
 
 
 def sizes(text: str, *shapes: tuple[int, ...], root: dict[str, int] | None = None) -> dict[str, int]:
-    return solve_sizes(list(zip(parse(text, root=True).inputs, shapes)), root or {}, where="here")
+    return solve_sizes(list(zip(parse(text, root=True).inputs, shapes)), root or {}, label="here")
 
 
 def test_sizes_and_folds() -> None:
