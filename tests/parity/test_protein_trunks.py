@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from tests.support.parity import assert_step_equal
 from tests.support.shares import shares
-from tests.support.slow import long, slow
+from tests.support.slow import long
 
 pytest.importorskip("openfold3", reason="openfold3 is installed without its dependencies: see .ci/run")
 
@@ -145,7 +145,7 @@ def parity(mesh: DeviceMesh, kind: str, shapes: list[tuple[int, int]], gather: b
 @pytest.mark.parametrize(
     ("mesh", "kind"),
     [
-        (3, "evoformer"), (2, "trunk"), slow(4, "opm first"),
+        (3, "evoformer"), (2, "trunk"), long(4, "opm first"),
         *(long(n, kind) for n, kind in ((2, "evoformer"), (4, "evoformer"), (2, "opm first"), (3, "opm first"))),
         *(long(n, "trunk") for n in (3, 4)),
     ],
@@ -154,7 +154,7 @@ def test_outputs_and_every_gradient(mesh: DeviceMesh, kind: str) -> None:
     parity(mesh, kind, [(5, 7), (3, 6)], mesh.size() != 3, False)
 
 
-@pytest.mark.parametrize("kind", ["evoformer", slow("trunk")])
+@pytest.mark.parametrize("kind", ["evoformer", long("trunk")])
 def test_under_the_trunks_own_checkpointing(mesh: DeviceMesh, kind: str) -> None:
     parity(mesh, kind, [(5, 7)], True, True)
 
@@ -184,7 +184,7 @@ def test_no_block_sends_more_than_its_schedule(n: int, s: int, r: int) -> None:
         assert block == channels
 
 
-@pytest.mark.parametrize("mesh", [2, slow(4)])
+@pytest.mark.parametrize("mesh", [2, long(4)])
 def test_pair_activations_are_shared_out(mesh: DeviceMesh) -> None:
     def parallelize(model: nn.Module) -> None:
         dsp.parallelize(model, mesh, EVOFORMER, gather_output=False)
@@ -196,7 +196,7 @@ def test_pair_activations_are_shared_out(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-@pytest.mark.parametrize("kind", [slow("evoformer"), long("opm first")])
+@pytest.mark.parametrize("kind", [long("evoformer"), long("opm first")])
 def test_discover_finds_no_stage_that_costs_more_than_the_operations(kind: str) -> None:
     config = {**SMALL, "no_blocks": 1}
     model, stages = make(kind, config)
