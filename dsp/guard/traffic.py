@@ -64,7 +64,7 @@ def difference(
 ) -> str:
     """The difference between sent and planned traffic and its cause, as a sentence.
 
-    left: the place where the run left its plan, as a sentence; name: names a place of a phase, by what it sends.
+    departure: the place where the run left its plan, as a sentence; name: names a place of a phase, by what it sends.
     """
     return (
         f"{SAID[phase]} sent {human(sent.bytes)} in {sent.calls} calls where its plan says {human(planned.bytes)} "

@@ -40,7 +40,7 @@ class PlanStep(NamedTuple):
 
 
 class Loads:
-    """The loads of one rank by op: `shares` of the computation, and in `held` the bytes of the largest tensor on the
+    """The loads of one rank by op: `shares` of the computation, and in `lengths` the bytes of the largest tensor on the
     rank, and of the largest on one process."""
 
     def __init__(self, record: Record, decision: Decision) -> None:
