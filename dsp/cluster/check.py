@@ -58,11 +58,11 @@ class Finding:
     """One line of the report: the state ("ok", "warning" or "FAILED"), the subject and the finding."""
 
     state: str
-    subject: str
+    what: str
     text: str
 
     def __str__(self) -> str:
-        return f"{self.state:<8} {self.subject:<10} {self.text}"
+        return f"{self.state:<8} {self.what:<10} {self.text}"
 
 
 # --------------------------------------------------------------------------------------------------------------- hosts
