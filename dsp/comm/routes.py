@@ -48,22 +48,22 @@ class Route:
             raise ValueError(f"route: node, the ranks of the axis on one node, must be at least 1, got {self.node!r}")
 
     @staticmethod
-    def along(mesh: DeviceMesh, choice: str | Route | Hardware | None) -> tuple[DeviceMesh, Route]:
+    def along(mesh: DeviceMesh, given: str | Route | Hardware | None) -> tuple[DeviceMesh, Route]:
         """The mesh and the route that a user names, resolved. With a route, a mesh of two axes (nodes, and ranks in a
         node) becomes one axis. Collective: call it on every rank of the mesh."""
-        if choice is None or not isinstance(mesh, DeviceMesh):
+        if given is None or not isinstance(mesh, DeviceMesh):
             return mesh, Route()
-        route = Route.of(choice)
+        route = Route.of(given)
         if mesh.ndim == 2 and mesh.mesh_dim_names:
             mesh, route = joined_axes(mesh), replace(route, node=mesh.size(1))
         return mesh, route.at(mesh) if mesh.ndim == 1 else route
 
     @classmethod
-    def of(cls, choice: str | Route | Hardware | None) -> Route:
+    def of(cls, given: str | Route | Hardware | None) -> Route:
         """The route that a user names; a Hardware stands for the quickest route on it, None for the default."""
-        if isinstance(choice, Hardware):
-            return cls(AUTO, choice.node, choice)
-        return choice if isinstance(choice, Route) else cls() if choice is None else cls(choice)
+        if isinstance(given, Hardware):
+            return cls(AUTO, given.node, given)
+        return given if isinstance(given, Route) else cls() if given is None else cls(given)
 
     def at(self, mesh: DeviceMesh) -> Route:
         """The route with the nodes of a 1-D mesh and, for "auto", its measured links filled in. If nodes have unequal

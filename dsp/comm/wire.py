@@ -43,19 +43,19 @@ class Wire(NamedTuple):
     backward: str = SAME
 
     @classmethod
-    def of(cls, choice: Any) -> Wire:
+    def of(cls, given: Any) -> Wire:
         """The formats that a user names: one for both directions, or one for each. Raises ValueError for others."""
-        if choice == SAME:
+        if given == SAME:
             return cls()
-        if choice == AUTO:
+        if given == AUTO:
             raise ValueError(
                 f"wire={AUTO!r} is not accepted here: the best format depends on the links, so a plan chooses it, by "
                 "its hardware=. Name the format that dsp.plan or dsp.choose finds, or train with parallel=auto"
             )
-        named = choice if isinstance(choice, Mapping) else dict.fromkeys(cls._fields, choice)
+        named = given if isinstance(given, Mapping) else dict.fromkeys(cls._fields, given)
         valid = (SAME, *formats())
         if not named.keys() <= {*cls._fields} or any(name not in valid for name in named.values()):
-            wrong = next((v for v in named.values() if v not in valid), choice)
+            wrong = next((v for v in named.values() if v not in valid), given)
             raise ValueError(
                 f"wire: expected one of {', '.join(valid)} (or {{'forward': ..., 'backward': ...}}), got {wrong!r}"
             )

@@ -16,16 +16,16 @@ Overlap = int | Hardware | None
 
 
 def overlap_of(
-    choice: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32
+    given: Any, hardware: Hardware | None = None, mesh: DeviceMesh | None = None, dtype: torch.dtype = torch.float32
 ) -> Overlap:
     """The option `overlap` as a plan takes it: a number of pieces, hardware to decide by, or None.
 
     given: as for `dsp.parallelize`. "auto" stands for `hardware`, or for that of `mesh`, measured on all of its ranks:
     links, and matrix products in `dtype`. Raises ValueError for other values, and for "auto" with neither of the two.
     """
-    refuse_overlap(choice)
-    if choice != AUTO:
-        return choice
+    refuse_overlap(given)
+    if given != AUTO:
+        return given
     if hardware is None and mesh is None:
         raise ValueError(
             "overlap='auto' weighs the time that overlap hides against the cost of more calls, by the hardware: "

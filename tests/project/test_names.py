@@ -17,8 +17,11 @@ given held kept taken drawn stated asked left came gone fresh rest others what h
 )
 PUBLIC = {  # of the API, where users write them, and of what is written to files
     "dsp/cluster/check.py": {"what"},
+    "dsp/comm/routes.py": {"given"},
+    "dsp/comm/wire.py": {"given"},
     "dsp/embedded/method.py": {"given"},
     "dsp/embedded/timing.py": {"held"},
+    "dsp/overlap/options.py": {"given"},
     "dsp/report/plan.py": {"given"},
     "dsp/report/table.py": {"how"},
 }
