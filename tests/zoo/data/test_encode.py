@@ -208,10 +208,12 @@ def test_encoding_resumes_after_an_interrupt(whole, encoders, quiet, tmp_path, m
         os.kill(os.getpid(), signal.SIGINT)
         return original(self, *args, **kwargs)
 
-    original = Autoencoder.encode
+    original, before = Autoencoder.encode, signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
     with monkeypatch.context() as patch:
         patch.setattr(Autoencoder, "encode", interrupt)
         assert run(whole, tmp_path / "out", encoders) == 130
+    signal.signal(signal.SIGINT, before)
     assert "stopped by SIGINT; the same command goes on" in capsys.readouterr().out
     assert len(Latents(tmp_path / "out").entries) == 1
     assert run(whole, tmp_path / "out", encoders) == 0
