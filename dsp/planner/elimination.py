@@ -13,7 +13,7 @@ from typing import Any
 from dsp.planner.index import Index, Shape, subsets
 from dsp.planner.problem import Copies, Layout, Move, Solution
 
-ROWS = 200_000  # rows of a table; a problem that needs more goes to the sweep
+ROWS = 500_000  # rows of a table; a problem that needs more goes to the sweep
 FIRST = 300_000  # rows of all tables together, in the first try; then the problem is made smaller
 ENOUGH = 1_500_000  # the same, in later tries
 HUB = 32  # a variable of one value that is in more tables is left out of them: else all variables become its neighbours
