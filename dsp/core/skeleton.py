@@ -37,7 +37,10 @@ STRAY = (
 
 
 class Fakes(UncompiledMode, FakeTensorMode):
-    """The fake tensors of one forward; once that is over, every operation on them raises."""
+    """The fake tensors of one forward; once that is over, every operation on them raises.
+
+    It calls `dispatch`, which torch's own `__torch_dispatch__` calls behind the guard against its compiler.
+    """
 
     over = False
     reads: Reads | None = None  # answers what is read of inputs and parameters

@@ -56,10 +56,11 @@ class Shape:
         places = [*enumerate(self.layouts)]
         for new in subsets([a for a in self.layouts if a not in copies]):
             ways = []
-            for k, dst in ((k, a) for k, a in places if a in new):
-                had = copies | new - {dst}
-                step, i = min((self.price[a, dst], i) for i, a in places if a in had)
-                ways.append((best[had][0] + step, i, k))
+            for k, dst in places:
+                if dst in new:
+                    had = copies | new - {dst}
+                    step, i = min((self.price[a, dst], i) for i, a in places if a in had)
+                    ways.append((best[had][0] + step, i, k))
             if ways:
                 cost, i, k = min(ways)  # the first of equal ones
                 best[copies | new] = cost, self.layouts[i], self.layouts[k]

@@ -3,7 +3,7 @@
 A forward may keep values: in an object with a table, a closure, a functools cache, a dict of a module, a counter. When
 dsp runs a forward to plan or to check, the user must not find what that run left there: tensors without data, or of
 another dtype. A `World` notes, before such a run, every object that the model's code names and what it holds in turn,
-and restores them afterwards.
+and restores them afterwards. `uncollected` leaves its garbage be meanwhile.
 """
 
 from __future__ import annotations
