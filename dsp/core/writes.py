@@ -246,12 +246,25 @@ def miss(who: str, t: Carrier, into: Any) -> None:
     for x in (x() for x in t.family or ()):
         if x is None or x is t or type(x) is Stale or (x.siblings is not None and x.siblings is t.siblings):
             continue
-        if memory(plain(x)) != into:
+        if in_other_memory(x, t, into):
             if (same := copy_in(x, t, into)) is not None:
                 move(x, *same)
-            elif plain(x).numel():
+            else:
                 stale(x, who, ref)
         base_of(x).copies = None
+
+
+def in_other_memory(x: Carrier, t: Carrier, into: Any) -> bool:
+    """Tell whether the part of `x` is in other memory than that of `t`, which is `into`.
+
+    An empty part may have memory of its own where the others have a view: its rank goes by the layouts, as the others
+    refuse what is stale.
+    """
+    if plain(x).numel():
+        return memory(plain(x)) != into
+    base = base_of(t)
+    moved = base.ref.shape == x.ref.shape and x.cut != base.cut
+    return 0 not in x.ref.shape and (moved or into is None or plain(t).numel() > 0)
 
 
 def copy_in(x: Carrier, t: Carrier, into: Any) -> tuple[Tensor, Layout] | None:

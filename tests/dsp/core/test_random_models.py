@@ -62,6 +62,24 @@ def test_regressions(ranks, n: int, what: str) -> None:
     assert verdict.kind == "ok", f"on {n} ranks: {verdict.kind} {verdict.reason}\n{FOUND[what]}"
 
 
+MISSED_WRITE = """
+b, t, w, l, c = 1, 2, 3, 3, 2
+stages = {"": "x=b t w c, text=b l c"}
+def forward(self, x: (b, t, w, c), text: (b, l, c)):
+    x8 = torch.empty_like(text).copy_(text)
+    if self.other: x8 = x8.mT.reshape(-1).view(x8.mT.shape).mT
+    x8.mul_(0.5)
+    x8[:, -1].neg_()
+    return [x8]
+"""
+
+
+def test_every_rank_refuses_a_write_that_the_original_missed(ranks) -> None:
+    """The last of the four has no rows that could miss it, and went on alone."""
+    [verdict] = Judge(ranks)([MISSED_WRITE], 4)
+    assert (verdict.kind, "into a copy of a tensor" in verdict.reason) == ("refused", True), verdict
+
+
 # --- the net itself ---------------------------------------------------------------------------------------------------
 
 WRONG = """
