@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 
@@ -28,7 +27,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # none of the proce
 os.environ.setdefault("WANDB_MODE", "offline")
 
 RANKS = {"ranks", "whole_world", "mesh"}
-PART = 4  # of a test's slow cases, one in so many stays slow, chosen by hash; the others are long
+PART = 4  # every fourth of a test's slow cases, in the order in which they stand there, stays slow; the others are long
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -47,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif item.get_closest_marker("slow"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
-        family.sort(key=lambda item: crc32(item.nodeid.encode()))
-        for item in family[-(-len(family) // PART) :]:
-            item.own_markers = [*(mark for mark in item.own_markers if mark.name != "slow"), pytest.mark.long.mark]
+        for i, item in enumerate(family):
+            if i % PART:
+                item.own_markers = [*(mark for mark in item.own_markers if mark.name != "slow"), pytest.mark.long.mark]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
