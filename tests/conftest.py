@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long"):  # one of its parameters is: no case for `-m slow`
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
-        elif item.get_closest_marker("slow"):
+        elif (mark := item.get_closest_marker("slow")) and not mark.kwargs.get("every"):
             families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for family in families.values():
         for i, item in enumerate(family):

@@ -336,7 +336,7 @@ def test_every_result_says_where_it_is_from(script) -> None:
 PICTURES = ["wire", "cluster", "memory", "cost-model", "decoding", "fold-memory", "ribbon"]
 
 
-@pytest.mark.parametrize("name", keep_short(PICTURES, only=["wire", "ribbon"]))
+@pytest.mark.parametrize("name", keep_short(PICTURES, only=["ribbon"]))
 def test_pictures_are_drawn_of_the_results(script, tmp_path: Path, name: str) -> None:
     """``python benchmarks/draw.py`` after every measurement; by the version that is pinned, but for last digits."""
     draw, matplotlib = script("draw"), pytest.importorskip("matplotlib")

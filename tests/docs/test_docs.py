@@ -25,7 +25,7 @@ import dsp
 from tests.support.pages import FENCE, FRAMEWORKS, WALKED, Block, blocks, rough
 from tests.support.paths import ROOT, TESTS
 from tests.support.runs import Heard, launched
-from tests.support.slow import long, slow
+from tests.support.slow import every_slow, long, slow
 from tools.mutations import FAULTS
 from zoo.training import config as cfg
 
@@ -100,12 +100,14 @@ def compare(path: Path, ran: list[Block], printed: list[str]) -> None:
         path.write_text(fixed)
 
 
-LATE = "diffusers embedded hybrids megatron planning sizing adding fold-long check inputs transformers".split()
+LATE = """
+diffusers diffusers-train embedded hybrids megatron planning sizing adding fold-long check inputs transformers
+""".split()
 LONGER = [path for path in PAGES if path.stem in LATE]
 RUN = [path for path in ALL if path not in (*LONGER, *FRAMEWORKS)]
 
 
-@pytest.mark.parametrize("path", [*RUN, *map(slow, LONGER)], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*RUN, *map(every_slow, LONGER)], ids=lambda path: path.name)
 def test_pages_run_from_top_to_bottom(ranks, path: Path) -> None:
     code = python(path)
     n = (4 if path == README else 3) if any("mesh" in block.text for block in code) else 1

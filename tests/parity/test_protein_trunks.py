@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dsp
 from tests.support.parity import assert_step_equal
 from tests.support.shares import shares
-from tests.support.slow import long
+from tests.support.slow import long, slow
 
 pytest.importorskip("openfold3", reason="openfold3 is installed without its dependencies: see .ci/run")
 
@@ -169,7 +169,7 @@ def real_plan(config: dict[str, Any], blocks: int, s: int, r: int, n: int) -> ds
         return dsp.plan(model, kwargs=kwargs, size=n, stages=EVOFORMER, dtype=torch.bfloat16, gather_output=False)
 
 
-@pytest.mark.parametrize(("n", "s", "r"), [(2, 512, 768), long(4, 128, 1024), (8, 512, 768), long(16, 512, 2048)])
+@pytest.mark.parametrize(("n", "s", "r"), [(2, 512, 768), long(4, 128, 1024), slow(8, 512, 768), long(16, 512, 2048)])
 def test_no_block_sends_more_than_its_schedule(n: int, s: int, r: int) -> None:
     """AF2's block at full width, forward: FastFold's schedule, and the one that switches triangle channels."""
     fastfold = 2 * (n - 1) * (r * r * (272 * n + 512) + s * r * (32 * n + 512)) // n**2

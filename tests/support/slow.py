@@ -9,6 +9,11 @@ def slow(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
+def every_slow(*values: Any) -> Any:
+    """One of such cases that all stay slow, where `tests/conftest.py` makes three of four long."""
+    return pytest.param(*values, marks=pytest.mark.slow(every=True))
+
+
 def long(*values: Any, id: str | None = None) -> Any:
     """One of the longest of such cases: for `pytest -m long`, by hand before a release."""
     return pytest.param(*values, marks=pytest.mark.long, id=id)
