@@ -16,7 +16,7 @@ from dsp.stages.stage import Stage
 class Observed(Protocol):
     """A parallel model as its observers see it (`dsp.core.parallel.Parallel`).
 
-    reason: what the last forward did that could not be recorded before it ran (`dsp.core.unrecorded`).
+    reason: what the last forward did that could not be recorded before it ran (`dsp.core.reads`).
     """
 
     model: nn.Module

@@ -26,11 +26,11 @@ from dsp.core.inputs import Inputs, add_inputs, adopt, arrivals, enter_sharded, 
 from dsp.core.module_calls import KEPT_BY_HOOK, UNCHANGED, StageCall, keep_compiled, order_hooks
 from dsp.core.observed import Events, ModelCall, Observe
 from dsp.core.offers import Rules, lay_out
+from dsp.core.reads import reason_of
 from dsp.core.record import Layout, Record
 from dsp.core.recording import PLAIN, RecordOptions, record_forward
 from dsp.core.run import Outside, Runner, Send, at_once
 from dsp.core.torch_calls import GlueError
-from dsp.core.unrecorded import reason_of
 from dsp.core.watch import refuse_functions, watched
 from dsp.stages.notation import NotationError, StagePattern
 from dsp.stages.signature import sizes_of_root

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from dsp.comm import randomness
 from dsp.comm.collectives import inexact
 from dsp.comm.layout import Cut
+from dsp.core.reads import DATA_ERRORS, place_of
 from dsp.core.skeleton import Skeleton
 from dsp.core.torch_calls import GlueError
-from dsp.core.unrecorded import UNKNOWN, place_of
 from dsp.discovery.calls import ModuleCall
 from dsp.discovery.patterns import Patterns
 from dsp.discovery.repeats import Repeats
@@ -137,7 +137,7 @@ def _searched(
                 repeats = Repeats(copy, inputs, [planned]) if thin else Repeats()
                 search = Search(copy, inputs, seed, repeats, Shapes if bare else Probe, tell)
                 return planned, search, search.settle()
-            except UNKNOWN as error:
+            except DATA_ERRORS as error:
                 raise ValueError(
                     f"the forward of {type(model).__name__} depends on the values of tensors: {place_of(error)}. Meta "
                     "tensors have none: build it, and its inputs, on a real device and with small sizes"

@@ -20,10 +20,10 @@ from dsp.comm.wire import AS_IT_IS, SAME, Wire, permitted
 from dsp.core.decide import Decision, decide
 from dsp.core.inputs import signature_of
 from dsp.core.offers import lay_out
+from dsp.core.reads import place_of_read, reason_of
 from dsp.core.record import Layout, Record
 from dsp.core.recording import RecordOptions, record_forward
 from dsp.core.torch_calls import GlueError
-from dsp.core.unrecorded import place_of_read, reason_of
 from dsp.glue.offers import ShardingRules
 from dsp.overlap.choice import Overlaps
 from dsp.overlap.options import Overlap, overlap_of
