@@ -151,7 +151,8 @@ class Runner:
             refuse_write(self.record, f"{node.name}() between stages", operands[i], offer.needs[i])
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
         usual = local is None and not (node.moves or node.writes or node.loose)
-        unchanged = usual and in_place(node, operands, offer.needs) and traits.name not in ATTRIBUTES_READ
+        reads = traits.name in ATTRIBUTES_READ or traits.custom  # whose backward gets what its forward got
+        unchanged = usual and not reads and in_place(node, operands, offer.needs)
         return self.prepared.put(key, shared, at, Ready(node, offer, local, unchanged))
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:

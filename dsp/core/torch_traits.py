@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsp.core.torch_calls import tensor_args
-from dsp.support.private import schemas, set_backward_hooks
+from dsp.support.private import OpOverload, schemas, set_backward_hooks
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # call Python for every element
 STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # read memory as it lies on each rank
@@ -61,9 +61,14 @@ HOMONYMS = {
 
 
 def op_name(func: Any) -> tuple[str, bool]:
-    """(plain name, whether it reads an attribute): ``Tensor.__iadd__`` is "iadd", ``x.shape`` is ("shape", True)."""
+    """(plain name, whether it reads an attribute): ``Tensor.__iadd__`` is "iadd", ``x.shape`` is ("shape", True).
+
+    A custom op has the name of its library, too: ``torch.ops.mine.norm.default`` is "mine::norm".
+    """
     if func in HOMONYMS:
         return HOMONYMS[func], False
+    if isinstance(func, OpOverload) and func.namespace not in ("aten", "prim"):
+        return func.name(), False
     name = getattr(func, "__name__", None) or type(func).__name__  # no address, which differs between ranks
     if name == "__get__":
         return getattr(func.__self__, "__name__", "?"), True
@@ -198,7 +203,8 @@ class Traits(NamedTuple):
 
     name: its plain name; metadata: it reads no elements; in_place: it writes into its first argument; dtype_arg: the
     position of an argument that may be a tensor of which only the type is read; decomposition: the function written out
-    in others, which returns None for a call that it does not cover.
+    in others, which returns None for a call that it does not cover; custom: it is an op of another library than
+    torch's, and its backward may be written in Python.
     """
 
     name: str
@@ -206,6 +212,7 @@ class Traits(NamedTuple):
     in_place: bool
     dtype_arg: int | None
     decomposition: Callable[..., Any] | None
+    custom: bool
 
     def written_out(self, mode: Any, args: Any, kwargs: Any) -> Any:
         """The result by the decomposition, whose operations `mode` sees; None if it does not cover the call."""
@@ -236,4 +243,5 @@ def traits_of(func: Any) -> Traits:
         in_place(func),
         DTYPE_ARG.get(name),
         WRITTEN_OUT.get(func) or KERNELS.get(str(func)),
+        "::" in name,
     )

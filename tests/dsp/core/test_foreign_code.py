@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
+from dsp.core.torch_traits import op_name
+from dsp.glue.rules import RULES
+from dsp.glue.rules.call import rule
+from dsp.glue.rules.elementwise import elementwise
 from tests.support.parity import assert_parallel_equal, assert_step_equal
 from tests.support.toys import Along, C, SpaceTime
 
@@ -58,3 +62,52 @@ def test_a_forward_that_reads_what_a_hook_kept_is_refused(mesh: DeviceMesh) -> N
     model = dsp.parallelize(Captured(read=True), mesh)
     with pytest.raises(dsp.GlueError, match=r"output 2 of the forward .* which a hook kept"):
         model(torch.randn(2, 4, 6, C))
+
+
+@torch.library.custom_op("dsp_test_foreign::wave", mutates_args=())
+def wave(x: Tensor, w: Tensor) -> Tensor:
+    return x.sin() * w
+
+
+@wave.register_fake
+def like(x: Tensor, w: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def adjoint(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    return grad * w * x.cos(), (grad * x.sin()).sum_to_size(w.shape)
+
+
+wave.register_autograd(adjoint, setup_context=keep)
+WAVE = "dsp_test_foreign::wave"
+
+
+def waves(m: Any, x: Tensor) -> Tensor:
+    return m.time(wave(m.space(x), m.w))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ruled", [False, True])
+@pytest.mark.parametrize("mesh", [2, 3])
+def test_the_backward_of_a_custom_op_gets_parts_as_its_forward(mesh: DeviceMesh, ruled: bool) -> None:
+    """Not what carries the full shape: numbers of that would not match this rank's part of the gradient."""
+    x = torch.randn(2, 7, 5, C, dtype=torch.float64)
+    model = SpaceTime(waves, w=nn.Parameter(torch.linspace(0.5, 2, C))).double()
+    if ruled:
+        rule(WAVE)(elementwise)
+    try:
+        nodes = dsp.plan(model, x, size=mesh.size()).record.nodes
+        assert [any(node.offer.needs) for node in nodes if node.name == WAVE] == [ruled]
+        assert_parallel_equal(model, mesh, (x,), rounds=3)
+    finally:
+        RULES.pop(WAVE, None)
+
+
+def test_a_custom_op_has_the_name_of_its_library() -> None:
+    """By which no rule of another library's op of this name is taken for its own."""
+    assert op_name(torch.ops.dsp_test_foreign.wave.default) == (WAVE, False)
+    assert op_name(torch.ops.aten.cumsum.default) == ("cumsum.default", False)
