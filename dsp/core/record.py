@@ -343,6 +343,8 @@ class Record:
     that are none, because what they make outlives the forward; filled: of those that fill a plain tensor into which
     something is written, however short it is.
 
+    compiled: the forward calls compiled functions between stages, where torch.compile is off.
+
     A call that runs. hook_parts: the parts that hooks of others saw in it, with the `Ref` and the cut of each;
     in_flight: by memory, the wait for a switched tensor that has not arrived (`dsp.core.carrier.arrive`).
     """

@@ -72,7 +72,8 @@ class Proof:
 
     def __str__(self) -> str:
         rows = [f"    {_show(layouts):40} {v}" for layouts, v in self.verdicts.items()]
-        return "\n".join([f"{self.call} over {self.n} ranks", *rows])
+        unknown = "" if self.call.name in RULES else f": no rule has the name {self.call.name!r}"
+        return "\n".join([f"{self.call} over {self.n} ranks{unknown}", *rows])
 
 
 def _show(layouts: Sequence[Layout]) -> str:
