@@ -286,7 +286,7 @@ def new_tensor(t: Carrier, *args: Any, **kwargs: Any) -> Tensor:
         return plain(t).new_tensor(*args, **kwargs)
 
 
-def on_meta(t: Carrier, name: str, *args: Any, **kwargs: Any) -> Any:
+def on_full_shape(t: Carrier, name: str, *args: Any, **kwargs: Any) -> Any:
     """The result of a method on a contiguous tensor of the global shape."""
     return getattr(torch.empty(t.ref.shape, device="meta"), name)(*args, **kwargs)
 
@@ -309,8 +309,8 @@ READERS: dict[Any, Any] = {
     Tensor.data_ptr: address,
     Tensor.new_tensor: new_tensor,
     Tensor.__len__: lambda t: t.ref.shape[0],
-    Tensor.stride: lambda t, *a, **k: on_meta(t, "stride", *a, **k),
-    Tensor.is_contiguous: lambda t, *a, **k: on_meta(t, "is_contiguous", *a, **k),
+    Tensor.stride: lambda t, *a, **k: on_full_shape(t, "stride", *a, **k),
+    Tensor.is_contiguous: lambda t, *a, **k: on_full_shape(t, "is_contiguous", *a, **k),
     Tensor.__repr__: described,
     Tensor.__format__: formatted,
 }

@@ -1,4 +1,4 @@
-"""Equal stages run once in a trace: a deep model is a few different blocks, repeated many times.
+"""Equal stages run once in a recording: a deep model is a few different blocks, repeated many times.
 
 The result of a forward on fake tensors depends only on the module and on its inputs' shapes and dtypes: there is no
 data. So two modules of one `fingerprint` are twins, and a call of one with inputs of one `call_key` returns what such a
@@ -43,7 +43,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def plain(value: Any) -> bool:
+def all_in_dict(value: Any) -> bool:
     """Tell whether an object's `__dict__` holds its whole state: its class is pure Python, and it is not a module."""
     kind = type(value)
     if getattr(kind, "__new__", None) is not object.__new__ or isinstance(value, (type, nn.Module)):
@@ -83,7 +83,7 @@ class _Reader:
         self.referents.append(value)
         if id(value) in self.order:
             return kind, self.order[id(value)]
-        if not (self.objects and plain(value)):
+        if not (self.objects and all_in_dict(value)):
             return kind, id(value)
         self.nth(value)
         self.objects -= 1
@@ -122,7 +122,7 @@ def fingerprint(module: nn.Module, buffers: bool = False) -> Hashable:
 
     buffers: include the numbers of its buffers, for a forward that has data.
     """
-    # a tensor attribute that is not a buffer keeps its data in a trace
+    # a tensor attribute that is not a buffer keeps its data in a recording
     return _Reader(lambda _, t: ("tensor", id(t)), OBJECTS, buffers).module(module)
 
 

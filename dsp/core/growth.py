@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dsp.core.inputs import add_base
+from dsp.core.inputs import add_input_base
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.torch_calls import Operand, replaced
 
@@ -34,7 +34,7 @@ def grown(record: Record) -> Record:
     new.memories, new.count, new.longest = None, record.count, record.longest
     for param, ref in record.inputs.items():
         new.inputs[param] = copies.of(ref)
-        add_base(new, param, ref.base.arrival[0])
+        add_input_base(new, param, ref.base.arrival[0])
     for path, ref in record.persistent.items():
         new.persistent[path] = copies.of(ref)
         new.new_base(new.persistent[path], persistent=True).arrive(ref.base.arrival[0])

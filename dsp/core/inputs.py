@@ -48,7 +48,7 @@ def properties(v: Any) -> Any:
     return type(v).__qualname__
 
 
-def described(args: Any, kwargs: Any) -> Any:
+def described_call(args: Any, kwargs: Any) -> Any:
     """The structure of a call's arguments, and the properties of each."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return spec, *map(properties, leaves)
@@ -70,10 +70,10 @@ def add_inputs(record: Record, bound: Sequence[Bound], sharded: Mapping[str, Cut
         record.inputs[b.param] = record.ref(b.tensor)
         if b.pattern is not None:
             record.patterns[b.param] = b.pattern
-        add_base(record, b.param, cut)
+        add_input_base(record, b.param, cut)
 
 
-def add_base(record: Record, param: str, cut: Layout) -> None:
+def add_input_base(record: Record, param: str, cut: Layout) -> None:
     """Add the base of an input that arrives in a cut."""
     base = record.new_base(record.inputs[param], free=param not in record.patterns and cut is None)
     if param in record.patterns:

@@ -31,7 +31,7 @@ MOST = 64  # the results that an operation may have, where nobody knows how many
 
 @dataclass(eq=False)
 class Ref(Operand):
-    """A tensor of a forward, with its global shape.
+    """A tensor of a forward, with its global shape; offers say its cuts, so `cut` stays None.
 
     number: identifies it in its record; memory: a number that it shares with its views; gradient: the reference to its
     gradient, once a hook asked for that; base: its own, or that of which it is a view; maker: of a view, the node that

@@ -179,7 +179,7 @@ class Precision:
         """
         handles = []
         for module, inputs, outputs, within in self.modules:
-            copy, change = copies.get(id(module)), cast if within else refuse
+            copy, change = copies.get(id(module)), cast if within else refuse_cast
             if copy is not None and inputs is not None:
                 hook = partial(_before, change=partial(change, dtype=inputs))
                 handles.append(copy.register_forward_pre_hook(hook, with_kwargs=True))
@@ -201,7 +201,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
-def refuse(tree: Any, dtype: torch.dtype) -> None:
+def refuse_cast(tree: Any, dtype: torch.dtype) -> None:
     for x in pytree.tree_leaves(tree):
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype:
             raise Casts

@@ -14,7 +14,7 @@ from torch import nn
 from dsp.comm import randomness
 from dsp.comm.layout import Cut
 from dsp.core.equal_modules import fingerprint
-from dsp.core.inputs import described
+from dsp.core.inputs import described_call
 from dsp.core.record import Ref
 from dsp.discovery.calls import Group, ModuleCall, acts_locally, dim_at, known, structure
 from dsp.discovery.dims import Dim, Dims, Follower, atoms, places
@@ -180,7 +180,7 @@ class Search:
             self.probes[node.index] = self.probe(node.module, signature, node.args, node.kwargs, self.seed)
         probe, look = self.probes[node.index], (node.index, structure(node))
         if look not in self.known:
-            description = described(node.args, node.kwargs)
+            description = described_call(node.args, node.kwargs)
             kind = (fingerprint(node.module, buffers=True), look[1], description)
             if kind in self.alike:  # a repeated block: independent along the same dims, or along fewer of them
                 for g in self.alike[kind]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dsp.comm.layout import Cut
-from dsp.core.inputs import described
+from dsp.core.inputs import described_call
 from dsp.stages.parts import call_part, part, slices
 from dsp.stages.stage import Stage, cut_for
 from dsp.support.tensors import tensors_in
@@ -28,7 +28,7 @@ def recorded(model: nn.Module, stages: list[Stage], args: Any, kwargs: Any) -> l
     for stage in stages:
 
         def record(module: nn.Module, args: Any, kwargs: Any, stage: Stage = stage) -> None:
-            if (key := (stage.name, described(args, kwargs))) not in seen:
+            if (key := (stage.name, described_call(args, kwargs))) not in seen:
                 seen.add(key)
                 calls.append((stage, *copied(args, kwargs)))
 
