@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsp.comm.layout import Axis, Cut
 from dsp.core.torch_calls import GlueError, Operand
+from dsp.core.torch_traits import Traits
 from dsp.planner import Value
 from dsp.stages.methods import NO_METHODS, MethodCost
 from dsp.stages.notation import BATCH_NAMES, TensorPattern
@@ -311,7 +312,7 @@ class Driver(Protocol):
 
     axis: Axis
 
-    def operation(self, func: Any, traits: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+    def operation(self, func: Any, traits: Traits, args: Any, kwargs: Any, first: Any = None) -> Any:
         """The result of an operation; `first` counts the turns of nodes with one key (None: the first operand does)."""
 
     def stage(self, stage: Stage, call: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:

@@ -26,7 +26,7 @@ from dsp.core.reads import Reads
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import STRAY, Casts, Fakes, Precision, Skeleton
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import ATTRIBUTES_READ, WITHOUT_DATA
+from dsp.core.torch_traits import ATTRIBUTES_READ, WITHOUT_DATA, Traits
 from dsp.core.watch import KernelCall, Kernels, SeenOnly, add_source, covered, refuse, refuse_functions, watched
 from dsp.core.writes import kin_of, written_operands
 from dsp.stages.notation import NotationError, StagePattern
@@ -67,7 +67,7 @@ class Recorder:
             raise GlueError(f"the forward {STRAY}")
         return self.persistent.get(t.ref, t)
 
-    def operation(self, func: Any, traits: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+    def operation(self, func: Any, traits: Traits, args: Any, kwargs: Any, first: Any = None) -> Any:
         refuse(traits, args, kwargs)
         refuse_functions(tensor_args(args, kwargs))
         writes = written_operands(func, traits, args, kwargs)
@@ -84,7 +84,7 @@ class Recorder:
         return self.note(func, traits, args, kwargs, out, tensors, before, writes, edges)
 
     def note(
-        self, func: Any, traits: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor] = (),
+        self, func: Any, traits: Traits, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor] = (),
         before: Sequence[tuple[int, int]] = (), writes: tuple[int, ...] = (), edges: Sequence[Edge | None] = (),
     ) -> Any:  # fmt: skip
         """Add the node of an operation that returned `out`, from these tensors; writes: those that it wrote into;

@@ -30,7 +30,7 @@ from dsp.core.module_calls import KEPT_BY_HOOK
 from dsp.core.offers import Rules, stage_node
 from dsp.core.record import Layout, Node, Offer, Record, replicated
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import ATTRIBUTES_READ
+from dsp.core.torch_traits import ATTRIBUTES_READ, Traits
 from dsp.core.unplanned import Unplanned, runs_by_rule
 from dsp.core.watch import add_source, covered, refuse, refuse_functions
 from dsp.core.writes import (
@@ -86,7 +86,7 @@ class Runner:
 
     # --- an operation ---
 
-    def operation(self, func: Any, traits: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+    def operation(self, func: Any, traits: Traits, args: Any, kwargs: Any, first: Any = None) -> Any:
         if saving_hooks(False) is not None:
             keep_regions(self.record.compiled)
         key = exact_key(func, args, kwargs)
@@ -127,7 +127,7 @@ class Runner:
             result.index = args[1]
         return result
 
-    def ready(self, key: Any, at: int | None, func: Any, traits: Any, args: Any, kwargs: Any, first: Any) -> Ready:
+    def ready(self, key: Any, at: int | None, func: Any, traits: Traits, args: Any, kwargs: Any, first: Any) -> Ready:
         """A node made ready for operands in these layouts; it is noted if it is new."""
         operands = tensor_args(args, kwargs)
         refuse_functions(operands)
@@ -367,7 +367,7 @@ class Outside:
     def unplanned(self) -> int:
         return self.runner.added.count if "added" in self.runner.__dict__ else 0
 
-    def operation(self, func: Any, traits: Any, args: Any, kwargs: Any, first: Any = None) -> Any:
+    def operation(self, func: Any, traits: Traits, args: Any, kwargs: Any, first: Any = None) -> Any:
         if backward_pass() != -1 or self.running():
             return self.runner.operation(func, traits, args, kwargs, first)
         if func is Tensor.__deepcopy__:

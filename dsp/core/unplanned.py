@@ -20,6 +20,7 @@ from dsp.core.keys import Prepared
 from dsp.core.offers import Rules, operands_of, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
+from dsp.core.torch_traits import Traits
 from dsp.core.writes import kin_on_meta, on_meta, returns_operand, written_operands
 from dsp.stages.stage import Stage, cut_for
 from dsp.support.source_lines import line_now
@@ -32,7 +33,7 @@ class Unplanned:
         self.record, self.rules, self.axis, self.prepared = record, rules, axis, prepared
         self.count = 0
 
-    def operation(self, key: Any, func: Any, traits: Any, args: Any, kwargs: Any) -> Node:
+    def operation(self, key: Any, func: Any, traits: Traits, args: Any, kwargs: Any) -> Node:
         """Add an operation. One that differs from a planned node in numbers alone follows its decision."""
         operands = tensor_args(args, kwargs)
         refs = operands_of(operands)

@@ -72,7 +72,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         return self.on_plain(func, traits, read, kwargs, tensors)
 
-    def on_plain(self, func: Any, traits: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+    def on_plain(self, func: Any, traits: Traits, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
         """The result of a function of plain tensors between stages."""
         return func(*args, **kwargs)
 

@@ -20,7 +20,7 @@ from dsp.core.carrier import Carrier, base_of, carry, copies_of, link, plain, sh
 from dsp.core.functions import DENSE
 from dsp.core.record import Layout, Node, Offer, Record, Ref
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import WITHOUT_DATA, written
+from dsp.core.torch_traits import WITHOUT_DATA, Traits, written
 from dsp.core.watch import refuse_functions
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import map_tensors, memory, overlap, tensors_in, version
@@ -41,7 +41,7 @@ INTO_OUT = "{name}() between stages: out= has no rule for a sharded tensor; use 
 # --- in a record ------------------------------------------------------------------------------------------------------
 
 
-def written_operands(func: Any, traits: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+def written_operands(func: Any, traits: Traits, args: Any, kwargs: Any) -> tuple[int, ...]:
     """The numbers of the operands that a function writes into.
 
     Raises GlueError for `out=`.

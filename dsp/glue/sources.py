@@ -18,7 +18,7 @@ from dsp.core.offers import operands_of
 from dsp.core.record import Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.recording import Recorder
 from dsp.core.torch_calls import Operand, replaced, without_operands
-from dsp.core.torch_traits import FILLED, SOURCES, grows
+from dsp.core.torch_traits import FILLED, SOURCES, Traits, grows
 from dsp.core.watch import Watch, add_source
 from dsp.glue.local import LocalRule, frame_of, outcome_of
 from dsp.glue.rules import Frame, localize_source, source_cuts
@@ -28,7 +28,7 @@ from dsp.support.tensors import memory
 class SourceWatch(Watch):
     """Makes nodes of sources while a forward is recorded; in a run it leads them to their nodes."""
 
-    def on_plain(self, func: Any, traits: Any, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+    def on_plain(self, func: Any, traits: Traits, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
         record, key = self.record, node_key(func, traits.name, args, kwargs)
         recorded, driver = key in record.by_key, record.driver
         if key in record.no_sources:
