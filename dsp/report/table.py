@@ -253,6 +253,7 @@ class Plan:
         return ""
 
     def __str__(self) -> str:
+        """The table on rank 0, so that `print` shows it once; empty on the others."""
         return "" if dist.is_initialized() and dist.get_rank() > 0 else self.text()
 
     def text(self, lines: bool = False) -> str:
