@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from dsp.core.functions import RECURRENCES
+from dsp.core.torch_traits import RECURRENCES
 from dsp.support.private import OF_AN_OP, FakeTensor, OpOverload, pytree, schema_of
 
 SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device)

@@ -20,12 +20,12 @@ from dsp.compiled.reasons import CHANGES, RANDOM, SIMPLE, NotYet, Unfit, reasons
 from dsp.compiled.recorded import hold, unique
 from dsp.compiled.tidy import tidy
 from dsp.core.carrier import Carrier, carry, plain
-from dsp.core.functions import RECURRENCES
 from dsp.core.module_calls import HookedCall
 from dsp.core.observed import Events, ModelCall
 from dsp.core.parallel import RECORDS, Output, Parallel, hand_out
 from dsp.core.record import Record
 from dsp.core.run import at_once
+from dsp.core.torch_traits import RECURRENCES
 from dsp.core.unplanned import Unplanned
 from dsp.core.watch import watched
 from dsp.support.private import CompileOff, graph_of, hooks_of, pytree

@@ -23,10 +23,9 @@ from dsp.comm.gradients import covered_exit
 from dsp.comm.moves import gather_local
 from dsp.comm.observers import RUNNING
 from dsp.core.arguments import INDEXED, numbered, without_data_of
-from dsp.core.functions import TELLING
 from dsp.core.record import Layout, Record, Ref
 from dsp.core.torch_calls import TENSORLESS, GlueError, by_position
-from dsp.core.torch_traits import traits_of
+from dsp.core.torch_traits import TELLING, traits_of
 from dsp.support.private import GRAD_SWITCH, FakeTensor, OpOverload, below_autograd, storage_id
 from dsp.support.tensors import memory, tensors_in, version
 

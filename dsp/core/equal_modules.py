@@ -22,7 +22,7 @@ from dsp.core.skeleton import foreign
 from dsp.support.private import FakeTensor, checkpoint_frame, children_of, pytree, saved_in, storage_id
 from dsp.support.tensors import tensors_in, version
 
-VALUES = (
+CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 SMALL = 4096  # largest buffer whose numbers are compared
@@ -68,7 +68,7 @@ class _Reader:
 
     def read(self, value: Any) -> Hashable:
         kind = type(value)
-        if kind in VALUES:
+        if kind in CONSTANTS:
             return kind, value
         if isinstance(value, Tensor):
             return self.tensor(self, value)
@@ -218,7 +218,7 @@ def recipe(output: Any, inputs: list[Tensor], referents: list[Any]) -> StageOutp
             every.append(leaf)
             kind = {"dtype": leaf.dtype, "device": leaf.device}
             new.like.append((tuple(leaf.shape), leaf.stride(), kind, leaf.requires_grad))
-        elif at is None and type(leaf) not in VALUES:
+        elif at is None and type(leaf) not in CONSTANTS:
             return None
         new.values.append(leaf if at is None else None)
         new.tensors.append(at)

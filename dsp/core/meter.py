@@ -287,7 +287,9 @@ class Gradients:
             if any(later):
                 node.operand_grads = tuple(e is not None for e in operands)
                 continue
-            entered = reached if node.kind != "operation" else reached & behind(results, {*operands}, edges, reached)
+            entered = (
+                reached if node.kind != "operation" else reached & entered_edges(results, {*operands}, edges, reached)
+            )
             node.operand_grads = tuple(e in entered for e in operands)
         return reached
 
@@ -302,7 +304,7 @@ class Gradients:
         return {t for t, e in pairs if e in reached and t in written}
 
 
-def behind(
+def entered_edges(
     results: Sequence[Edge | None], operands: set[Edge | None], edges: set[Edge | None], reached: set[Edge]
 ) -> set[Edge]:
     """The edges of an operation's operands to which a gradient of its results goes on; edges: those of any results."""

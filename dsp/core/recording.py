@@ -16,7 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from dsp.comm.layout import Axis, Cut
 from dsp.core.carrier import LOCAL, Carrier, carry, carry_writable, claim, one_for_each, plain
 from dsp.core.equal_modules import alike, fingerprint, once
-from dsp.core.functions import DENSE
 from dsp.core.inputs import PersistentTensors, arrivals, carried_inputs, persistent_tensors, signature_of
 from dsp.core.keys import key_part, node_key
 from dsp.core.meter import Gradients, NodeMeter, Regions, edges_into, pack, unpack
@@ -26,7 +25,7 @@ from dsp.core.reads import Reads
 from dsp.core.record import Node, Operation, Record, Ref
 from dsp.core.skeleton import STRAY, Casts, Fakes, Precision, Skeleton
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import ATTRIBUTES_READ, WITHOUT_DATA, Traits
+from dsp.core.torch_traits import ATTRIBUTES_READ, DENSE, WITHOUT_DATA, Traits
 from dsp.core.watch import KernelCall, Kernels, SeenOnly, add_source, covered, refuse, refuse_functions, watched
 from dsp.core.writes import kin_of, written_operands
 from dsp.stages.notation import NotationError, StagePattern

@@ -23,14 +23,13 @@ from dsp.comm.randomness import drew, forked, forked_if_drawn, states
 from dsp.core.carrier import LOCAL, Carrier, arrive, base_of, carry, carry_writable, claim, link, one_for_each, plain
 from dsp.core.checkpoints import keep_regions
 from dsp.core.copies import Copies, without_gradient
-from dsp.core.functions import DENSE
 from dsp.core.inputs import Inputs, refuse_meshes
 from dsp.core.keys import Prepared, Ready, exact_key, first_of, floats_of, key_part, node_key
 from dsp.core.module_calls import KEPT_BY_HOOK
 from dsp.core.offers import Rules, stage_node
 from dsp.core.record import Layout, Node, Offer, Record, replicated
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import ATTRIBUTES_READ, Traits
+from dsp.core.torch_traits import ATTRIBUTES_READ, DENSE, Traits
 from dsp.core.unplanned import Unplanned, runs_by_rule
 from dsp.core.watch import add_source, covered, refuse, refuse_functions
 from dsp.core.writes import (
@@ -152,7 +151,7 @@ class Runner:
         local = None if offer.local is None else offer.local(self.axis, func, args, kwargs)
         usual = local is None and not (node.moves or node.writes or node.loose)
         reads = traits.name in ATTRIBUTES_READ or traits.custom  # whose backward gets what its forward got
-        unchanged = usual and not reads and in_place(node, operands, offer.needs)
+        unchanged = usual and not reads and as_needed(node, operands, offer.needs)
         return self.prepared.put(key, shared, at, Ready(node, offer, local, unchanged))
 
     def give(self, node: Node, offer: Offer, out: Any, viewed: Carrier | None) -> Any:
@@ -329,7 +328,7 @@ def refuse_shape(stage: Stage, t: Tensor, expected: Sequence[int]) -> None:
         )
 
 
-def in_place(node: Node, operands: Sequence[Tensor], needs: Sequence[Layout]) -> bool:
+def as_needed(node: Node, operands: Sequence[Tensor], needs: Sequence[Layout]) -> bool:
     """Tell whether operands are in the layouts that they need, and none is a view that was made without gradient, or
     gets one."""
     if node.kin and not (node.view or torch.is_grad_enabled()) and any(t.requires_grad for t in operands):

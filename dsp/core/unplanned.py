@@ -15,12 +15,11 @@ from torch import Tensor
 
 from dsp.comm.layout import Axis, Cut
 from dsp.core.carrier import Carrier
-from dsp.core.functions import DENSE
 from dsp.core.keys import Prepared
 from dsp.core.offers import Rules, operands_of, unrecorded_offers
 from dsp.core.record import Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import Traits
+from dsp.core.torch_traits import DENSE, Traits
 from dsp.core.writes import kin_on_meta, on_meta, returns_operand, written_operands
 from dsp.stages.stage import Stage, cut_for
 from dsp.support.source_lines import line_now

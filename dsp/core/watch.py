@@ -232,7 +232,7 @@ def refuse_functions(tensors: Iterable[Tensor]) -> None:
     for t in tensors:
         with LOCAL():
             last = t.grad_fn
-        for node in [last] if isinstance(t, Carrier) else behind(last):
+        for node in [last] if isinstance(t, Carrier) else ancestors(last):
             if isinstance(node, CONTEXT):
                 refuse_function(function_of(node))
 
@@ -244,7 +244,7 @@ def covered(t: Tensor) -> Tensor:
         return t.view_as(t) if isinstance(last, CONTEXT) and refusal(function_of(last)) else t
 
 
-def behind(node: Any) -> set[Any]:
+def ancestors(node: Any) -> set[Any]:
     """An autograd node with all from which its gradient goes on."""
     nodes, waiting = set[Any](), [node]
     while waiting:

@@ -17,10 +17,9 @@ from torch import Tensor
 from dsp.comm.gradients import global_stride
 from dsp.comm.layout import Axis
 from dsp.core.carrier import Carrier, base_of, carry, copies_of, link, plain, shared_base
-from dsp.core.functions import DENSE
 from dsp.core.record import Layout, Node, Offer, Record, Ref
 from dsp.core.torch_calls import GlueError, replaced, tensor_args
-from dsp.core.torch_traits import WITHOUT_DATA, Traits, written
+from dsp.core.torch_traits import DENSE, WITHOUT_DATA, Traits, written
 from dsp.core.watch import refuse_functions
 from dsp.support.source_lines import line_now
 from dsp.support.tensors import map_tensors, memory, overlap, tensors_in, version

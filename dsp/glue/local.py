@@ -17,9 +17,9 @@ from dsp.comm.collectives import summed_in
 from dsp.comm.halo import read_rows
 from dsp.comm.layout import Axis
 from dsp.comm.randomness import forked
-from dsp.core.functions import draws
 from dsp.core.record import Layout, Node, Operation
 from dsp.core.torch_calls import Operand, replaced, without_operands
+from dsp.core.torch_traits import draws
 from dsp.glue.rules import Frame, Outcome
 from dsp.support.tensors import map_tensors, tensors_in
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 
 from dsp.comm.layout import Cut
-from dsp.core.functions import PRODUCTS
 from dsp.core.offers import cut_behind
 from dsp.core.record import Base, Layout, Node, Offer, Record, Ref, replicated
+from dsp.core.torch_traits import PRODUCTS
 from dsp.glue.local import LocalRule, outcome_of
 from dsp.glue.rules import Outcome
 from dsp.glue.traffic import collectives_of

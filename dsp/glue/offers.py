@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from dsp.comm.layout import Axis, Cut
-from dsp.core.functions import PRODUCTS, REARRANGING, draws
 from dsp.core.offers import allow
 from dsp.core.record import MOST, Base, Layout, Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.torch_calls import GlueError, replaced
+from dsp.core.torch_traits import PRODUCTS, REARRANGING, draws
 from dsp.core.watch import KernelCall
 from dsp.glue.local import LocalRule, frame_of, outcome_of
 from dsp.glue.lookahead import EarlierCuts, gather_once

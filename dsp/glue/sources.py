@@ -12,13 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from dsp.comm.layout import Axis, Cut
-from dsp.core.functions import PRODUCTS
 from dsp.core.keys import node_key
 from dsp.core.offers import operands_of
 from dsp.core.record import Node, Offer, Operation, Record, Ref, replicated
 from dsp.core.recording import Recorder
 from dsp.core.torch_calls import Operand, replaced, without_operands
-from dsp.core.torch_traits import FILLED, SOURCES, Traits, grows
+from dsp.core.torch_traits import FILLED, PRODUCTS, SOURCES, Traits, grows
 from dsp.core.watch import Watch, add_source
 from dsp.glue.local import LocalRule, frame_of, outcome_of
 from dsp.glue.rules import Frame, localize_source, source_cuts

@@ -18,7 +18,7 @@ ROOMS = {
     "comm": """messages formats wire hardware observers gradients node_routes exchange routes traffic_formulas
         collectives pending count layout halo balanced_rows moves randomness ops""",
     "stages": "notation signature parts methods stage known pipelines",
-    "core": """torch_calls torch_traits arguments functions reads skeleton equal_modules record carrier
+    "core": """torch_calls torch_traits arguments reads skeleton equal_modules record carrier
         checkpoints meter keys watch writes copies offers inputs growth unplanned module_calls recording run
         gradient_hooks decide observed parallel""",
     "glue": "rules traffic local sources positions lookahead offers",

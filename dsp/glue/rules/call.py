@@ -170,10 +170,18 @@ PIECEWISE: set[str] = set()  # operations that accept a sharded dim joined of pi
 
 
 def rule(*names: str, piecewise: bool = False) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of operations, by their plain names, one string or several.
+
+    piecewise: it holds for dims joined of pieces that are sharded one by one, too. Raises ValueError for a name that
+    has a rule of another module.
+    """
+
     def register(f: Rule) -> Rule:
-        for group in names:
-            RULES.update(dict.fromkeys(group.split(), f))
-            PIECEWISE.update(group.split() if piecewise else ())
+        for name in " ".join(names).split():
+            if (module := RULES.get(name, f).__module__) != f.__module__:
+                raise ValueError(f"{name}() has a rule already, in {module}: RULES[{name!r}] = ... replaces it")
+            RULES[name] = f
+            PIECEWISE.update({name} if piecewise else ())
         return f
 
     return register

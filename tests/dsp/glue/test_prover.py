@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dsp.comm.layout import Cut
-from dsp.core.functions import RANDOM as DRAWN
 from dsp.core.torch_calls import by_position, positions
 from dsp.core.torch_traits import ATTRIBUTE_OPS, FILLED, METADATA, SOURCES, UNRUNNABLE, in_place, op_name, traits_of
+from dsp.core.torch_traits import RANDOM as DRAWN
 from dsp.glue.rules import RULES
-from dsp.glue.rules.call import PIECEWISE
+from dsp.glue.rules.call import PIECEWISE, no_rule, rule
 from dsp.support.tensors import tensors_in
 from tests.support.slow import slow
 from tools.prover.forms import AUTOMATIC, FORMS, Form, flags, form, ints, x
@@ -322,6 +322,14 @@ def test_reads_of_numbers_are_refused() -> None:
         call = Call(getattr(Tensor, method), (x(2),))
         name, _ = op_name(call.func)
         assert name not in RULES, f"{method} passes for the function {name!r}"
+
+
+def test_a_name_has_one_rule() -> None:
+    def user_rule(f: Any) -> Any:
+        return no_rule(f)
+
+    with pytest.raises(ValueError, match=r"cumsum\(\) has a rule already, in dsp\.glue\.rules"):
+        rule("cumsum")(user_rule)
 
 
 def test_in_place_forms_are_known() -> None:
