@@ -49,10 +49,10 @@ def opened_to_append(path: str | os.PathLike[str]) -> io.BufferedWriter:
     return os.fdopen(_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
 
-def _regular(path: str | os.PathLike[str], how: int) -> int:
+def _regular(path: str | os.PathLike[str], flags: int) -> int:
     """The descriptor of a regular file. A ValueError for any other, also for a FIFO that nobody reads."""
     try:
-        descriptor = os.open(path, how | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise

@@ -100,9 +100,9 @@ class ScaleShiftLinear(nn.Module):
         return self.linear(F.silu(cond)).unflatten(-1, (self.rows, -1))
 
 
-def expect(name: str, given: Tensor | None, wanted: bool, built: str) -> None:
+def expect(name: str, value: Tensor | None, wanted: bool, built: str) -> None:
     """Raise ValueError unless a forward gets exactly the conditioning that its model was built for."""
-    if wanted != (given is not None):
+    if wanted != (value is not None):
         raise ValueError(f"a model built with {built} {'needs' if wanted else 'takes no'} {name}")
 
 
@@ -134,10 +134,10 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def tensor_parallel(model: nn.Module, *stacks: str) -> dict[str, str]:
-    """The linear layers in ``stacks`` of a model that may be sharded over ranks: path (`*`: any number) -> how."""
+    """The linear layers in ``stacks`` of a model that may be sharded over ranks: path (`*`: any number) -> its cut."""
     cuts = {}
     for stack in stacks:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
-            for name, how in getattr(module, "tensor_parallel", {}).items():
-                cuts[re.sub(r"\.\d+(?=\.|$)", ".*", f"{path}.{name}")] = how
+            for name, cut in getattr(module, "tensor_parallel", {}).items():
+                cuts[re.sub(r"\.\d+(?=\.|$)", ".*", f"{path}.{name}")] = cut
     return cuts

@@ -24,7 +24,7 @@ def load_plugin(name: str, group: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        there: Any = importlib.import_module(path)
+        target: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise  # the missing module is one that `path` imports
@@ -32,8 +32,8 @@ def load_plugin(name: str, group: str) -> Any:
             f"{name}: there is no module {error.name!r}, neither installed nor in the folder {os.getcwd()}"
         ) from None
     for part in attribute.split(".") * bool(attribute):
-        if not hasattr(there, part):
-            classes = sorted(key for key, value in vars(there).items() if isinstance(value, type))
+        if not hasattr(target, part):
+            classes = sorted(key for key, value in vars(target).items() if isinstance(value, type))
             raise ValueError(f"{name}: {path} has no {part!r}; classes in it: {', '.join(classes) or 'none'}")
-        there = getattr(there, part)
-    return there
+        target = getattr(target, part)
+    return target

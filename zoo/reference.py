@@ -38,12 +38,12 @@ def load_renamed(model: nn.Module, state: Mapping[str, Tensor], names: Names, ig
     """
     ours = model.state_dict()
     theirs = {name: [named] if isinstance(named := names(name), str) else named for name in ours}
-    known, given = {name for group in theirs.values() for name in group}, set(state) - set(ignore)
-    problems = [f"missing: {_few(known - given)}"] if known - given else []
-    problems += [f"unknown: {_few(given - known)}"] if given - known else []
+    known, state_names = {name for group in theirs.values() for name in group}, set(state) - set(ignore)
+    problems = [f"missing: {_few(known - state_names)}"] if known - state_names else []
+    problems += [f"unknown: {_few(state_names - known)}"] if state_names - known else []
     values: dict[str, Tensor] = {}
     for name, sources in theirs.items():
-        if set(sources) <= given:
+        if set(sources) <= state_names:
             value = torch.cat([state[source] for source in sources]) if len(sources) > 1 else state[sources[0]]
             if value.numel() == ours[name].numel() and value.squeeze(0).shape[:1] == ours[name].squeeze(0).shape[:1]:
                 values[name] = value.reshape(ours[name].shape)
@@ -141,8 +141,8 @@ def weight_files(folder: Path, variant: str | None = None, stems: Sequence[str] 
     files = [first]
     if first.suffix == ".json":
         files += [folder / name for name in sorted(set(_index(first).values()))]
-    if others := [path.name for path in safetensors if path not in files]:
-        log.warning("%s: weights are read from %s; not read: %s", folder, first.name, ", ".join(others))
+    if surplus := [path.name for path in safetensors if path not in files]:
+        log.warning("%s: weights are read from %s; not read: %s", folder, first.name, ", ".join(surplus))
     return files
 
 

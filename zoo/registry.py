@@ -173,8 +173,8 @@ def _module(name: str) -> tuple[Any, Any]:
     return types.SimpleNamespace(Config=module.Config, SIZES=getattr(module, "SIZES", {"default": {}})), kind
 
 
-def _hint(given: Any, valid: Iterable[str]) -> str:
+def _hint(value: Any, valid: Iterable[str]) -> str:
     valid = list(valid)
-    close = difflib.get_close_matches(str(given).lower(), [word.lower() for word in valid], n=1)
+    close = difflib.get_close_matches(str(value).lower(), [word.lower() for word in valid], n=1)
     meant = next((f"did you mean {word!r}? " for word in valid if close and word.lower() == close[0]), "")
     return f"{meant}valid: {', '.join(valid)}"

@@ -86,8 +86,8 @@ def scalar_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, chunk: int) 
     since = total.to(v.dtype).exp()  # the decay from the start of the chunk
 
     within = ((q @ k.mT)[:, :, :, None] * between) @ v
-    kept = rearrange(v * between[..., -1, :, None], "b c g r l e -> b c g l (r e)")
-    states = rearrange(k.mT @ kept, "b c g k (r e) -> b c g r k e", r=r)
+    contribution = rearrange(v * between[..., -1, :, None], "b c g r l e -> b c g l (r e)")
+    states = rearrange(k.mT @ contribution, "b c g k (r e) -> b c g r k e", r=r)
     before = rearrange(states_before(states, since[..., -1, None, None]), "b c g r k e -> b c g k (r e)")
     y = within + since[..., None] * rearrange(q @ before, "b c g l (r e) -> b c g r l e", r=r)
     return rearrange(y, "b c g r l e -> b (c l) (g r) e")[:, :n]

@@ -50,5 +50,5 @@ class Clips:
         if x.shape[1] != self.frames or (x.shape[0], *x.shape[2:]) != self.shape:
             wanted = [self.shape[0], self.frames, *self.shape[1:]]
             raise ValueError(f"item {index} is {list(x.shape)} where the first is {wanted}: clips are of one size")
-        here = frame_range(frames, self.frames)
-        return {"x": x[:, here.start : here.stop].to(torch.float32), "label": label}
+        span = frame_range(frames, self.frames)
+        return {"x": x[:, span.start : span.stop].to(torch.float32), "label": label}

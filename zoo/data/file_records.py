@@ -24,27 +24,27 @@ class FileRecords:
 
     def __init__(self, paths: Iterable[Path]):
         self.paths = sorted(set(paths))
-        self.taken: dict[Path, tuple[tuple[int, int, int], str]] = {}
+        self.records: dict[Path, tuple[tuple[int, int, int], str]] = {}
 
     def take(self) -> dict[Path, str]:
         """Record every file; return their fingerprints."""
         with ThreadPoolExecutor(8) as pool:
             facts = pool.map(lambda path: (_status(path), fingerprint(path)), self.paths)
-            self.taken = dict(zip(self.paths, counted(facts, len(self.paths), "comparing files", log)))
-        return {path: record for path, (_, record) in self.taken.items()}
+            self.records = dict(zip(self.paths, counted(facts, len(self.paths), "comparing files", log)))
+        return {path: record for path, (_, record) in self.records.items()}
 
     def check(self, path: Path) -> None:
         """Raise ValueError if a file is another one than when it was recorded; before `take`, do nothing."""
-        if path not in self.taken:
+        if path not in self.records:
             return
-        (status, recorded), now = self.taken[path], _status(path)
+        (status, recorded), now = self.records[path], _status(path)
         if status != now:
             if (other := fingerprint(path)) != recorded:
                 raise ValueError(
                     f"{path} has changed since the run began: it had {recorded}, it has {other}. Put the file back, or "
                     "start again: resume=true goes on from the last checkpoint"
                 )
-            self.taken[path] = now, recorded
+            self.records[path] = now, recorded
 
 
 def fingerprint(path: Path) -> str:

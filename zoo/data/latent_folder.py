@@ -72,11 +72,14 @@ class LatentFolder:
         for bucket, clips in zip(self.buckets, self.clips):
             if not clips:
                 rates = {Bucket(*e.shape[1:], e.fps) for e in entries if bucket.fps and e.shape[1:] == bucket.shape}
-                there = ", ".join(map(str, sorted(rates, key=largest_first) or shapes))
-                raise LatentError(f"no clip of {', '.join(self.shares)} fits the bucket {bucket}; there are {there}")
-        if left := len(entries) - len(self):
+                sizes = ", ".join(map(str, sorted(rates, key=largest_first) or shapes))
+                raise LatentError(f"no clip of {', '.join(self.shares)} fits the bucket {bucket}; there are {sizes}")
+        if misfits := len(entries) - len(self):
             log.info(
-                "%d of %d clips in %s fit none of the buckets and are left out", left, len(entries), list(self.shares)
+                "%d of %d clips in %s fit none of the buckets and are left out",
+                misfits,
+                len(entries),
+                list(self.shares),
             )
 
     def __len__(self) -> int:
@@ -126,12 +129,12 @@ class LatentFolder:
         wanted, room = max(1, round(validation * len(self))), Counter(kinds.values())
         chosen: set[str] = set()
         for name in sorted(videos, key=hash_seed):
-            taken = Counter(kinds[entry.name] for entry in videos[name])
-            fits = all(room[kind] > count for kind, count in taken.items())
+            counts = Counter(kinds[entry.name] for entry in videos[name])
+            fits = all(room[kind] > count for kind, count in counts.items())
             # the first in any case, then those that keep within the share
             if fits and (not chosen or len(chosen) + len(videos[name]) <= wanted):
                 chosen |= {entry.name for entry in videos[name]}
-                room -= taken
+                room -= counts
         if not chosen:
             said = "%s: no whole video can be held out, so validation uses the clips of training"
             log.warning(said, ", ".join(self.shares))

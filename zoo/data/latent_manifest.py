@@ -97,19 +97,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise LatentError(f"{path}: damaged: {error}; encode the clips into a new folder") from None
 
 
-def refuse_other_encoders(folder: Path, there: Manifest, here: Manifest) -> None:
-    """Raise a LatentError if a folder with the manifest `there` has other encoders than `here`."""
-    for what in ("vae", "text", "pooled", "image"):
-        path, known = f"{what}_path", f"{what}_hash"
-        if getattr(there, known) != getattr(here, known):
+def refuse_other_encoders(folder: Path, of_folder: Manifest, of_run: Manifest) -> None:
+    """Raise a LatentError if a folder with the manifest `of_folder` has other encoders than a run with `of_run`."""
+    for encoder in ("vae", "text", "pooled", "image"):
+        path, known = f"{encoder}_path", f"{encoder}_hash"
+        if getattr(of_folder, known) != getattr(of_run, known):
             raise LatentError(
-                f"{folder} was begun with the {getattr(there, what)} at {getattr(there, path)}, not with the "
-                f"{getattr(here, what)} at {getattr(here, path)}: their latents do not go together; take a new folder"
+                f"{folder} was begun with the {getattr(of_folder, encoder)} at {getattr(of_folder, path)}, "
+                f"not with the {getattr(of_run, encoder)} at {getattr(of_run, path)}: "
+                "their latents do not go together; take a new folder"
             )
-    if there.start != here.start:
-        raise LatentError(f"{folder} was begun {'with' if there.start else 'without'} first frames; take a new folder")
-    if there.text_length != here.text_length:
+    if of_folder.start != of_run.start:
         raise LatentError(
-            f"{folder} was begun for captions of at most {there.text_length} tokens, not {here.text_length}: "
-            f"go on with --text-length {there.text_length}, or take a new folder"
+            f"{folder} was begun {'with' if of_folder.start else 'without'} first frames; take a new folder"
+        )
+    if of_folder.text_length != of_run.text_length:
+        raise LatentError(
+            f"{folder} was begun for captions of at most {of_folder.text_length} tokens, not {of_run.text_length}: "
+            f"go on with --text-length {of_folder.text_length}, or take a new folder"
         )

@@ -185,8 +185,8 @@ class Writer:
             raise ValueError(f"a clip with {sorted(more)}, in a folder whose clips have {sorted(self.manifest.more)}")
         i = len(self._clips)
         self._clips.append(entry)
-        for what, tensor in {"latent": latent, "text": text, **more}.items():  # copies: clips may share a caption's
-            self._tensors[f"{i}.{what}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in {"latent": latent, "text": text, **more}.items():  # copies: clips may share a caption's
+            self._tensors[f"{i}.{name}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         return self.flush() if sum(x.nbytes for x in self._tensors.values()) >= self.shard_bytes else None
 
     def flush(self) -> Path | None:
@@ -247,7 +247,7 @@ def _entry(clip: Mapping[str, Any], shard: str, place: int) -> Entry:
 
 
 def _names(clips: Sequence[Entry], manifest: Manifest) -> set[str]:
-    return {f"{i}.{what}" for i in range(len(clips)) for what in ("latent", "text", *manifest.more)}
+    return {f"{i}.{name}" for i in range(len(clips)) for name in ("latent", "text", *manifest.more)}
 
 
 def _compare(clip: Entry, shard: Any, manifest: Manifest) -> None:
@@ -257,7 +257,7 @@ def _compare(clip: Entry, shard: Any, manifest: Manifest) -> None:
         wanted = list(clip.shape) if name == "start" else [getattr(manifest, f"{name}_channels")]
         if (shape[-1:] if name == "image" else shape) != wanted or len(shape) != {"image": 2}.get(name, len(wanted)):
             raise ValueError(f"{clip.name!r} has a tensor {name} of {shape}, where {wanted} is expected")
-    latent, text = (shard.get_slice(f"{clip.place}.{what}").get_shape() for what in ("latent", "text"))
+    latent, text = (shard.get_slice(f"{clip.place}.{part}").get_shape() for part in ("latent", "text"))
     if tuple(latent) != clip.shape or len(text) != 2 or text[0] != clip.tokens:
         raise ValueError(
             f"{clip.name!r}: the header says a latent of {list(clip.shape)} and {clip.tokens} tokens, the file has a "
@@ -265,9 +265,9 @@ def _compare(clip: Entry, shard: Any, manifest: Manifest) -> None:
         )
 
 
-def _shards(folder: Path, what: str) -> Iterator[Path]:
+def _shards(folder: Path, activity: str) -> Iterator[Path]:
     paths = sorted(folder.glob("shard-*.safetensors"))
-    return counted(paths, len(paths), what, logging.getLogger(__name__))
+    return counted(paths, len(paths), activity, logging.getLogger(__name__))
 
 
 def _verify(path: Path) -> None:

@@ -64,13 +64,13 @@ class MovingShapes:
         room_y, room_x = height - 2 * radius, width - 2 * radius
         label = index % (len(SHAPES) * len(COLOURS))
         corners, colour = [*SHAPES.values()][label // len(COLOURS)], [*COLOURS.values()][label % len(COLOURS)]
-        drawn = [torch.zeros(3, 0, height, width)]  # a rank may ask for none
+        pictures = [torch.zeros(3, 0, height, width)]  # a rank may ask for none
         for f in frame_range(frames, self.frames):
             y = radius + reflect(start_y * room_y + step_y * f, room_y)
             x = radius + reflect(start_x * room_x + step_x * f, room_x)
             turn = upright(corners) + self.tilt * (2 * math.pi * (turned - 0.5) + 0.3 * (spin - 0.5) * f)
-            drawn.append(painted(corners, colour, radius, y, x, turn, self.shape)[:, None])
-        return {"x": torch.cat(drawn, 1) * 2 - 1, "label": label}
+            pictures.append(painted(corners, colour, radius, y, x, turn, self.shape)[:, None])
+        return {"x": torch.cat(pictures, 1) * 2 - 1, "label": label}
 
 
 def upright(corners: int) -> float:

@@ -201,23 +201,23 @@ def _take_frames(
     frames: Iterator[tuple[int, Any]], keyframe: int | None, ticks: list[int], take: Callable[[int, Any], Any]
 ) -> bool:
     """Take the frames on show at `ticks`; False, with nothing taken, if a seek missed `keyframe`."""
-    shown, taken = None, 0
+    shown, count = None, 0
     for time, frame in frames:
         if keyframe is not None and shown is None:
             if time > keyframe:
                 return False
             if time < keyframe:  # leading frames, which may refer to frames that were not decoded
                 continue
-        while taken < len(ticks) and time >= ticks[taken]:
+        while count < len(ticks) and time >= ticks[count]:
             # A packet that shows nothing (VP8's alternate references) leaves the frame before it on show.
-            take(taken, frame if time == ticks[taken] or shown is None else shown)
-            taken += 1
-        if taken == len(ticks):
+            take(count, frame if time == ticks[count] or shown is None else shown)
+            count += 1
+        if count == len(ticks):
             return True
         shown = frame
     if keyframe is not None and shown is None:
         return False
-    raise VideoError(f"it ends {len(ticks) - taken} frames early")
+    raise VideoError(f"it ends {len(ticks) - count} frames early")
 
 
 def _turns(frame: Any) -> int:

@@ -50,8 +50,8 @@ class VideoFolder:
     ):
         pyav()
         if min(frames, height, width, stride) < 1 or (fps is not None and fps <= 0):
-            given = f"{frames=} {height=} {width=} {stride=} {fps=}"
-            raise VideoError(f"frames, height, width, stride and fps must be positive: {given}")
+            sizes = f"{frames=} {height=} {width=} {stride=} {fps=}"
+            raise VideoError(f"frames, height, width, stride and fps must be positive: {sizes}")
         if fps is not None and stride != 1:
             raise VideoError(f"give stride or fps, not both: {stride=} {fps=}")
         if crop not in ("random", "center"):

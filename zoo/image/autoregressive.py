@@ -63,9 +63,9 @@ def sample(
             logits = model(image, **conditioning)[at]
         else:
             logits = model(image, **conditioning, at=at[1:3], drawing=drawing)[:, at[3]]
-        drawn = (logits + noise[at]).argmax(-1)
+        values = (logits + noise[at]).argmax(-1)
         image = image.clone()  # the model may keep a reference to its input
-        image[at] = drawn
+        image[at] = values
         if on_step is not None:
             on_step(i + 1, c * h * w)
     return image

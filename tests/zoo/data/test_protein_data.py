@@ -287,7 +287,7 @@ def test_a_folder_names_skips_and_counts(proteins, caplog):
 
 
 def test_a_folder_reloads_evicted_proteins_and_pickles_without_them(proteins, monkeypatch):
-    monkeypatch.setattr(folder, "_KEPT", 1)
+    monkeypatch.setattr(folder, "_KEPT_PROTEINS", 1)
     data = ProteinFolder(proteins)
     first = [data.protein(i) for i in (0, 1, 2, 0)]
     assert len(data._read) == 1

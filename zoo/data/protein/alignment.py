@@ -121,11 +121,11 @@ def _unmasked(rows: list[str]) -> list[str]:
 
 def _joined(blocks: Sequence[Block]) -> Block:
     """One block of several with the same query, which is kept once."""
-    first, *others = blocks
-    names = (*first.names, *(name for block in others for name in block.names[1:]))
+    first, *tail = blocks
+    names = (*first.names, *(name for block in tail for name in block.names[1:]))
     msa, deletions = (
-        np.concatenate([getattr(first, what), *(getattr(block, what)[1:] for block in others)])
-        for what in ("msa", "deletions")
+        np.concatenate([getattr(first, field), *(getattr(block, field)[1:] for block in tail)])
+        for field in ("msa", "deletions")
     )
     return Block(names, msa, deletions)
 
@@ -221,12 +221,12 @@ def _refuse_strange(names: Sequence[str], rows: Sequence[str], classes: np.ndarr
 def _a3m(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     classes, row = _classes(rows)
     _refuse_strange(names, rows, classes, row)
-    kept = classes < _SKIP
-    lengths = np.bincount(row[kept], minlength=len(rows))
+    matches = classes < _SKIP
+    lengths = np.bincount(row[matches], minlength=len(rows))
     _refuse_unequal(names, lengths)
-    inserted = np.cumsum(classes == _LOWER)[kept].reshape(len(rows), -1)
+    inserted = np.cumsum(classes == _LOWER)[matches].reshape(len(rows), -1)
     before = np.concatenate([[0], np.cumsum(np.bincount(row[classes == _LOWER], minlength=len(rows)))[:-1]])
-    return classes[kept].reshape(len(rows), -1), np.diff(inserted, axis=1, prepend=before[:, None])
+    return classes[matches].reshape(len(rows), -1), np.diff(inserted, axis=1, prepend=before[:, None])
 
 
 def _aligned(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -242,12 +242,12 @@ def _aligned(names: Sequence[str], rows: Sequence[str]) -> tuple[np.ndarray, np.
 
 def _of_query(names: Sequence[str], classes: np.ndarray, left_out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The columns [s, r] with a residue of the query; residues of rows in other columns count as left out."""
-    kept = classes[0] != GAP
-    if not kept.any():
+    columns = classes[0] != GAP
+    if not columns.any():
         raise ValueError(f"its first row ({_short(names[0])}) is nothing but gaps, and it is the query")
-    inserted = np.cumsum(left_out + ((classes != GAP) & ~kept), axis=1)[:, kept]
+    inserted = np.cumsum(left_out + ((classes != GAP) & ~columns), axis=1)[:, columns]
     counts = np.minimum(np.diff(inserted, axis=1, prepend=0), np.iinfo(np.uint16).max)
-    return np.ascontiguousarray(classes[:, kept]), counts.astype(np.uint16)
+    return np.ascontiguousarray(classes[:, columns]), counts.astype(np.uint16)
 
 
 def _refuse_unequal(names: Sequence[str], lengths: np.ndarray) -> None:

@@ -27,16 +27,16 @@ def crop_contiguous(protein: Protein, residues: int, random: torch.Generator) ->
     if len(protein) <= residues:
         return protein
     _, starts, lengths = np.unique(protein.asym_id, return_index=True, return_counts=True)
-    taken, added, left = [], 0, len(protein)
+    parts, added, remainder = [], 0, len(protein)
     for chain in torch.randperm(len(lengths), generator=random).tolist():
         n = int(lengths[chain])
-        left -= n
-        most, least = min(residues - added, n), min(n, max(0, residues - added - left))
+        remainder -= n
+        most, least = min(residues - added, n), min(n, max(0, residues - added - remainder))
         size = least + _integer(most - least + 1, random)
         start = int(starts[chain]) + _integer(n - size + 1, random)
-        taken.append(np.arange(start, start + size))
+        parts.append(np.arange(start, start + size))
         added += size
-    return protein.take(np.sort(np.concatenate(taken)))
+    return protein.take(np.sort(np.concatenate(parts)))
 
 
 def crop_spatial(protein: Protein, residues: int, random: torch.Generator) -> Protein:
@@ -79,10 +79,10 @@ def hide(msa: Tensor, random: torch.Generator, share: float = 0.15) -> tuple[Ten
     s, r = msa.shape
     u = torch.rand(s, r, generator=random)
     chosen = (u < share) | (u == u.min())
-    how = torch.rand(s, r, generator=random)
+    lots = torch.rand(s, r, generator=random)
     anything = torch.randint(20, (s, r), generator=random, dtype=msa.dtype)
     column = msa.gather(0, torch.randint(s, (s, r), generator=random))
-    hidden = torch.where(how < 0.7, MASK, torch.where(how < 0.8, anything, torch.where(how < 0.9, column, msa)))
+    hidden = torch.where(lots < 0.7, MASK, torch.where(lots < 0.8, anything, torch.where(lots < 0.9, column, msa)))
     return torch.where(chosen, hidden, msa), chosen
 
 
@@ -153,13 +153,13 @@ class Example:
         """
         position, seen = self.protein.contact_atoms()
         missing = self.residues - len(self.protein)
-        xyz, there = F.pad(torch.from_numpy(position), (0, 0, 0, missing)), F.pad(torch.from_numpy(seen), (0, missing))
+        xyz, mask = F.pad(torch.from_numpy(position), (0, 0, 0, missing)), F.pad(torch.from_numpy(seen), (0, missing))
         part = slice(None) if rows is None else slice(rows.start, rows.stop)
         place, chain = (
             F.pad(torch.from_numpy(x), (0, missing)) for x in (self.protein.residue_index, self.protein.asym_id)
         )
         far = ((place[part, None] - place).abs() >= _NEAR) | (chain[part, None] != chain)
-        weight = (there[part, None] & there).float()
+        weight = (mask[part, None] & mask).float()
         return {
             "bins": distogram_bins(distances(xyz[part], xyz)),
             "pair_weight": weight,
@@ -213,10 +213,10 @@ class Example:
         A missing residue has the number r.
         """
         protein, offsets = self.protein, np.arange(-around, around + 1)
-        there = np.arange(len(protein))[:, None] + offsets
-        inside = there.clip(0, len(protein) - 1)
+        indices = np.arange(len(protein))[:, None] + offsets
+        inside = indices.clip(0, len(protein) - 1)
         place, chain = protein.residue_index, protein.asym_id
-        near = (place[inside] - place[:, None] == offsets) & (chain[inside] == chain[:, None]) & (inside == there)
+        near = (place[inside] - place[:, None] == offsets) & (chain[inside] == chain[:, None]) & (inside == indices)
         return np.where(near, inside, len(protein))
 
     def _padded(self, values: Any, rows: range, fill: float = 0) -> Tensor:

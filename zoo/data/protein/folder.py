@@ -32,7 +32,7 @@ __all__ = ["ProteinFolder", "kind", "owner", "read_protein", "stem"]
 
 log = logging.getLogger(__name__)
 
-_KEPT = 16  # proteins kept in memory
+_KEPT_PROTEINS = 16  # proteins kept in memory
 _KEPT_TEMPLATES = 4096  # proteins whose aligned templates are kept: 76 bytes a residue
 
 
@@ -156,7 +156,7 @@ class ProteinFolder:
                 if len(self._aligned) > _KEPT_TEMPLATES:
                     self._aligned.popitem(last=False)
             self._read[name] = replace(protein, templates=self._aligned[name])
-            if len(self._read) > _KEPT:
+            if len(self._read) > _KEPT_PROTEINS:
                 self._read.popitem(last=False)
         self._read.move_to_end(name)
         return self._read[name]
@@ -214,7 +214,7 @@ class ProteinFolder:
                 [path for path in paths if path not in bad] for paths in (of.alignments, of.templates)
             )
             self.proteins[name] = Files(of.structure, alignments, templates, protein.chain_sequences())
-            if len(self._read) < _KEPT:
+            if len(self._read) < _KEPT_PROTEINS:
                 self._read[name] = protein
         alone = sum(not of.alignments for of in self.proteins.values())
         log.info(

@@ -98,19 +98,19 @@ def _share_alignments(proteins: Sequence[ProteinFiles], alignments: Iterable[Pat
     """Give each structure its alignments, those beside it too; return the others."""
     structures, alone = {one.name: one for one in proteins}, []
     for path in alignments:
-        taken = owner(path.parts[-2:], structures)
-        if taken is None:
+        name = owner(path.parts[-2:], structures)
+        if name is None:
             alone.append(path)
-        elif path not in structures[taken].alignments:
-            structures[taken].alignments.append(path)
+        elif path not in structures[name].alignments:
+            structures[name].alignments.append(path)
     for one in proteins:
         one.alignments += [path for path in _beside(one) if path not in one.alignments]
     return alone
 
 
-def _share_templates(proteins: Iterable[ProteinFiles], given: Iterable[Path]) -> None:
-    """Give each protein the templates of its name, `given` ones and those in the folders of its files."""
-    named, folders = _by_owner(given), dict[Path, dict[str, list[Path]]]()
+def _share_templates(proteins: Iterable[ProteinFiles], templates: Iterable[Path]) -> None:
+    """Give each protein the templates of its name among `templates`, and those in the folders of its files."""
+    named, folders = _by_owner(templates), dict[Path, dict[str, list[Path]]]()
     for one in proteins:
         parents = {path.parent for path in (*([one.structure] if one.structure else ()), *one.alignments)}
         for folder in parents - folders.keys():

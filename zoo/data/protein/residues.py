@@ -105,12 +105,12 @@ def says(value: str) -> bool:
 
 def place_in_sequence(chain: str, names: list[str], seen: list[Residue], missing: list[Residue]) -> list[Residue]:
     """The residues of SEQRES, with the seen ones placed by REMARK 465, or if that does not fit, by alignment."""
-    merged, rest = [], list(missing)
+    merged, queue = [], list(missing)
     for residue in seen:
-        while rest and _order(rest[0]) < _order(residue):
-            merged.append(rest.pop(0))
+        while queue and _order(queue[0]) < _order(residue):
+            merged.append(queue.pop(0))
         merged.append(residue)
-    merged += rest
+    merged += queue
     if [residue.name for residue in merged] == names:
         return merged
     placed = [Residue(f"missing {i}", "?", name) for i, name in enumerate(names)]

@@ -101,11 +101,11 @@ def _place_atoms(residues: Residues, atoms: Atoms) -> tuple[np.ndarray, np.ndarr
         chain, residue = residues[place[i]]
         return f"atom {ATOMS[atom[i]]} of residue {residue.name} {residue.id} of chain {chain.id}"
 
-    def numbers(column: Sequence[str], what: str) -> np.ndarray:
+    def numbers(column: Sequence[str], quantity: str) -> np.ndarray:
         values = np.array([to_number(column[i]) for i in rows])
         for i in np.flatnonzero(~(np.abs(values) < FARTHEST))[:1]:
             wrong = "is not a number" if not np.isfinite(values[i]) else "is too large"
-            raise ValueError(f"{label(i)}: {what} {column[rows[i]]!r} {wrong}")
+            raise ValueError(f"{label(i)}: {quantity} {column[rows[i]]!r} {wrong}")
         return values
 
     position = np.stack([numbers(getattr(atoms, axis), f"coordinate {axis}") for axis in "xyz"], 1)

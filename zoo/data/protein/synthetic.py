@@ -67,17 +67,17 @@ def gibbs(fields: Tensor, couplings: Tensor, u: Tensor, uniform: Tensor, start: 
     f, sweeps, r, s = uniform.shape
     letters = torch.zeros(f, r, s, dtype=torch.long) if start is None else start.transpose(1, 2).contiguous()
     signs = torch.tensor(SIGNS)
-    held = torch.zeros(f, r, s * u.shape[1]) if start is None else u[letters].flatten(2)  # the letters' properties
+    traits = torch.zeros(f, r, s * u.shape[1]) if start is None else u[letters].flatten(2)  # the letters' properties
     for sweep in counted(range(sweeps), sweeps, "drawing alignments, sweeps", log):
         for i in range(r):
-            around = torch.bmm(couplings[:, i : i + 1], held).view(f, s, -1)
+            around = torch.bmm(couplings[:, i : i + 1], traits).view(f, s, -1)
             logits = fields[:, i, None] + (around * signs) @ u.T
             cumulated = logits.softmax(-1).cumsum(-1)
-            drawn = uniform[:, sweep, i]
-            chosen = (cumulated < drawn[..., None]).sum(-1).clamp(max=u.shape[0] - 1)
-            chosen = torch.where(drawn.isnan(), letters[:, i], chosen)
+            threshold = uniform[:, sweep, i]
+            chosen = (cumulated < threshold[..., None]).sum(-1).clamp(max=u.shape[0] - 1)
+            chosen = torch.where(threshold.isnan(), letters[:, i], chosen)
             letters[:, i] = chosen
-            held[:, i] = u[chosen].flatten(1)
+            traits[:, i] = u[chosen].flatten(1)
     return letters.transpose(1, 2)
 
 
@@ -110,7 +110,7 @@ class PottsFamilies:
             raise ValueError(f"no embedded structure has {residues} residues; the longest has {max(map(len, every))}")
         self.split, self.seed, self.families = split, seed, families
         self.residues, self.rows, self.coupling, self.sweeps, self.kinds = residues, rows, coupling, sweeps, kinds
-        self._drawn: dict[int, list[Protein]] = {}
+        self._cache: dict[int, list[Protein]] = {}
 
     def __len__(self) -> int:
         return self.families
@@ -118,9 +118,9 @@ class PottsFamilies:
     def protein(self, index: int) -> Protein:
         """Family `index`. Families are drawn one batch at a time, at the first use of any of them."""
         batch, place = divmod(index, _BATCH)
-        if batch not in self._drawn:
-            self._drawn[batch] = self._sample(batch)
-        return self._drawn[batch][place]
+        if batch not in self._cache:
+            self._cache[batch] = self._sample(batch)
+        return self._cache[batch][place]
 
     def _sample(self, batch: int) -> list[Protein]:
         indices = range(batch * _BATCH, min((batch + 1) * _BATCH, self.families))
@@ -140,13 +140,13 @@ class PottsFamilies:
         if self.kinds and batch % 2:
             u = drawn_properties(generator("law", self.split, self.seed, batch))
         potts = torch.stack(fields), torch.stack(couplings), u
-        drawn = gibbs(*potts, torch.stack(uniform))
+        alignments = gibbs(*potts, torch.stack(uniform))
         if not self.kinds:
-            drawn_rows = drawn.numpy().astype(np.uint8)
+            drawn_rows = alignments.numpy().astype(np.uint8)
             none = np.zeros(drawn_rows.shape[1:], np.uint16)
             return [_family(crop, msa, none, i) for crop, msa, i in zip(crops, drawn_rows, indices)]
-        drawn = related(drawn, potts, sources)
-        return [_family(crop, *worn(msa, r), i) for crop, msa, r, i in zip(crops, drawn, sources, indices)]
+        alignments = related(alignments, potts, sources)
+        return [_family(crop, *worn(msa, r), i) for crop, msa, r, i in zip(crops, alignments, sources, indices)]
 
     def _crop(self, random: torch.Generator) -> Protein:
         source = self.structures[int(torch.randint(len(self.structures), (), generator=random))]
@@ -159,10 +159,10 @@ _BATCH = 64
 def coupled(protein: Protein, least: int = SEPARATION) -> Tensor:
     """The mask [r, r] of residues in contact, without those nearer than `least` along a chain."""
     position, seen = protein.contact_atoms()
-    x, there = torch.from_numpy(position), torch.from_numpy(seen)
+    x, mask = torch.from_numpy(position), torch.from_numpy(seen)
     chain, place = torch.from_numpy(protein.asym_id), torch.from_numpy(protein.residue_index)
     far = (chain[:, None] != chain) | ((place[:, None] - place).abs() >= least)
-    return (distances(x, x) < CONTACT) & there[:, None] & there & far
+    return (distances(x, x) < CONTACT) & mask[:, None] & mask & far
 
 
 def uneven(protein: Protein, random: torch.Generator) -> Tensor:
@@ -174,8 +174,8 @@ def uneven(protein: Protein, random: torch.Generator) -> Tensor:
     r = len(protein)
     contacts = coupled(protein, least=1).float()
     strength = (1.2 * torch.randn(r, r, generator=random)).exp() / 2
-    others = torch.rand(r, r, generator=random) < 0.15 * contacts.sum() / r**2
-    half = (strength * contacts.maximum(others.float())).triu(1)
+    chance = torch.rand(r, r, generator=random) < 0.15 * contacts.sum() / r**2
+    half = (strength * contacts.maximum(chance.float())).triu(1)
     return half + half.mT
 
 
@@ -212,14 +212,14 @@ def worn(msa: Tensor, random: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
     place = torch.arange(r)
     bare = torch.rand(4, s, 1, generator=random)  # lengths of both missing ends; place and length of a missing stretch
     rare = torch.rand(3, s, 1, generator=random) < 0.3
-    gone = (rare[0] & (place < bare[0] * r / 2)) | (rare[1] & (place >= r - bare[1] * r / 2))
+    gaps = (rare[0] & (place < bare[0] * r / 2)) | (rare[1] & (place >= r - bare[1] * r / 2))
     common = torch.randint(r, (4,), generator=random)  # where stretches begin, the same in many rows
     begin = common[(bare[2] * len(common)).long()]
-    gone |= rare[2] & (place >= begin) & (place < begin + bare[3] * r / 6)
-    gone[0] = False
-    inserted = torch.randint(1, 6, (s, r), generator=random) * (torch.rand(s, r, generator=random) < 0.01) * ~gone
+    gaps |= rare[2] & (place >= begin) & (place < begin + bare[3] * r / 6)
+    gaps[0] = False
+    inserted = torch.randint(1, 6, (s, r), generator=random) * (torch.rand(s, r, generator=random) < 0.01) * ~gaps
     inserted[0] = 0
-    return msa.masked_fill(gone, GAP).numpy().astype(np.uint8), inserted.numpy().astype(np.uint16)
+    return msa.masked_fill(gaps, GAP).numpy().astype(np.uint8), inserted.numpy().astype(np.uint16)
 
 
 def _family(crop: Protein, msa: np.ndarray, deletions: np.ndarray, index: int) -> Protein:

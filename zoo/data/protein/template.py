@@ -58,11 +58,11 @@ def align(protein: Protein, other: Protein) -> Template:
                 source[at[start:end]] = theirs[chosen][first : first + end - start]
     if (source < 0).all():
         raise ValueError(f"none of its chains resembles one of {protein.name}: the best alignment scores {best:.0f}")
-    there = source >= 0
+    matches = source >= 0
     letters = np.full(r, GAP, np.uint8)
-    letters[there] = encode(other.sequence)[source[there]]
+    letters[matches] = encode(other.sequence)[source[matches]]
     positions, resolved = np.zeros((r, len(ATOMS), 3), np.float32), np.zeros((r, len(ATOMS)), bool)
-    positions[there], resolved[there] = other.positions[source[there]], other.resolved[source[there]]
+    positions[matches], resolved[matches] = other.positions[source[matches]], other.resolved[source[matches]]
     return Template(other.name, letters, positions, resolved)
 
 
