@@ -253,8 +253,8 @@ PAIR_FEATURE = {"pair_feature": "b i j [c], feature=b i j [k]", "heads.couplings
 
 def check_masks(msa_mask: Tensor | None, mask: Tensor | None) -> None:
     if (msa_mask is None) != (mask is None):
-        given, missing = ("msa_mask", "mask") if mask is None else ("mask", "msa_mask")
-        raise ValueError(f"{given} is given without {missing}: give both masks, or neither if there is no padding")
+        argument, missing = ("msa_mask", "mask") if mask is None else ("mask", "msa_mask")
+        raise ValueError(f"{argument} is given without {missing}: give both masks, or neither if there is no padding")
 
 
 def check_widths(**widths: int) -> None:

@@ -41,10 +41,10 @@ def contact_precision(
     of seen residues. Pairs with an unseen residue and ranges without a contact are left out; a range with fewer pairs
     than L, L/2 or L/5 counts all its pairs.
     """
-    contact, there = distances(position, position) < CONTACT, seen[:, None] & seen
+    contact, mask = distances(position, position) < CONTACT, seen[:, None] & seen
     length, precision = int(seen.sum()), {}
     for name, pairs in range_of_pairs(residue_index, asym_id).items():
-        pairs = pairs & there
+        pairs = pairs & mask
         if not (contact & pairs).any():
             continue
         ranked = contact[pairs][score[pairs].argsort(descending=True, stable=True)].double()

@@ -64,8 +64,8 @@ def openfold_names(version: int) -> Names:
         "single_transition": ("single_transition", transition),
     }  # fmt: skip
     layers = {
-        f"{part}.{ours}": [f"{where}.{name}" for name in theirs.split()]
-        for part, (where, table) in parts.items()
+        f"{part}.{ours}": [f"{module}.{name}" for name in theirs.split()]
+        for part, (module, table) in parts.items()
         for ours, theirs in table.items()
     }
 

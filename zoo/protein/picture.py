@@ -50,10 +50,10 @@ class ContactMap:
         """One pixel a pair [r, r, 3], uint8. Pairs nearer than 6 along a chain do not count and are drawn pale."""
         r, known = len(self.seen), self.known
         seen = self.seen if known else ~self.seen
-        there = seen[:, None] & seen
+        pair_mask = seen[:, None] & seen
         ranges = range_of_pairs(self.residue_index, self.asym_id)
-        counted = torch.stack(list(ranges.values())).any(0) & there  # above the diagonal
-        contact = (distances(self.position, self.position) < CONTACT) & there & known
+        counted = torch.stack(list(ranges.values())).any(0) & pair_mask  # above the diagonal
+        contact = (distances(self.position, self.position) < CONTACT) & pair_mask & known
         best = torch.where(counted, self.probability, -1.0).flatten().topk(int(seen.sum())).indices
         top = torch.zeros(r * r, dtype=torch.bool).index_fill(0, best, True).view(r, r) & counted
 
@@ -61,16 +61,16 @@ class ContactMap:
         strength = self.probability.clamp(0, 1)[..., None].double().numpy() ** 0.7
         upper = torch.ones(r, r).triu(1).bool()
 
-        def paint(where: Tensor, colour: Any, opacity: Any = 1.0) -> None:
-            image[where.numpy()] = np.broadcast_to(PAPER + (np.array(colour) - PAPER) * opacity, image.shape)[where]
+        def paint(mask: Tensor, colour: Any, opacity: Any = 1.0) -> None:
+            image[mask.numpy()] = np.broadcast_to(PAPER + (np.array(colour) - PAPER) * opacity, image.shape)[mask]
 
-        paint(upper & there, SHADE, strength)
+        paint(upper & pair_mask, SHADE, strength)
         paint(contact.tril(-1), NEAR)
         paint(contact & counted.T, OVERLOOKED)
         paint(contact & counted.T & top.T, LISTED)
         paint(top & contact, HIT, FAINT + (1 - FAINT) * strength)
         paint(top & ~contact, MISS if known else LIKELY, FAINT + (1 - FAINT) * strength)
-        paint(~there, UNSEEN)
+        paint(~pair_mask, UNSEEN)
         return image.astype(np.uint8)
 
     def draw(self) -> Any:

@@ -125,9 +125,9 @@ class TemplateEmbedder(nn.Module):
             )
         start, total = self.pairs(z), None
         atoms = torch.cat([backbone, beta[..., None, :]], -2)
-        for tokens, there, known in zip(sequence.unbind(1), atoms.unbind(1), seen.unbind(1)):
+        for tokens, positions, known in zip(sequence.unbind(1), atoms.unbind(1), seen.unbind(1)):
             residues = torch.stack([tokens, asym_id], -1)
-            v = self.features(start, residues, residues, there, there, known, known)
+            v = self.features(start, residues, residues, positions, positions, known, known)
             for block in self.blocks:
                 v = block(v, pair_mask)
             total = self.mean(v, sequence.shape[1], total)
@@ -157,10 +157,10 @@ def check_given(
     blocks: int, sequence: Tensor | None, backbone: Tensor | None, beta: Tensor | None, seen: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The four template inputs; an error if one is missing, or given to a model that reads no templates."""
-    given = {"sequence": sequence, "backbone": backbone, "beta": beta, "seen": seen}
-    for name, x in given.items():
+    inputs = {"sequence": sequence, "backbone": backbone, "beta": beta, "seen": seen}
+    for name, x in inputs.items():
         expect(f"template_{name}", x, blocks > 0, f"templates={blocks}")
-    return tuple(given.values())
+    return tuple(inputs.values())
 
 
 def template_inputs(batch: int, residues: int, count: int = 2) -> dict[str, Tensor]:

@@ -111,9 +111,9 @@ class Trunk(nn.Module):
     ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
         """The inputs of templates, and the mask of pairs (b i j); a ValueError names what is missing or too much."""
         expect("couplings", couplings, self.pair_feature is not None, f"couplings={self.config.couplings}")
-        given = check_given(self.config.templates, *templates)
+        template_values = check_given(self.config.templates, *templates)
         check_masks(msa_mask, mask)
-        return given, None if mask is None else self.pair_mask(mask, mask)
+        return template_values, None if mask is None else self.pair_mask(mask, mask)
 
     def pairs(
         self, residues: Tensor, previous: Tensor | None, couplings: Tensor | None, asym_id: Tensor,

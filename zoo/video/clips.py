@@ -71,13 +71,13 @@ def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple
     """
     skipped = []
     if table is None:
-        where = "NAME.txt beside each video"
+        source = "NAME.txt beside each video"
         sidecars = {name: path.with_suffix(".txt") for name, path in paths.items()}
         texts = {name: _text(path).strip() for name, path in sidecars.items() if path.is_file()}
         for path in sorted(set(root.rglob("*.txt")) - set(sidecars.values())):
             skipped.append(f"{path.relative_to(root).as_posix()}: a caption without a video")
     else:
-        where, texts = str(table), {}
+        source, texts = str(table), {}
         for line, file, text in _rows(table):
             name = os.path.relpath(root / file, root).replace(os.sep, "/")
             if name in texts and texts[name] != text:
@@ -89,7 +89,7 @@ def captions(root: Path, table: Path | None, paths: Mapping[str, Path]) -> tuple
     captioned = {name: texts[name] for name in paths if texts.get(name)}
     if not captioned:
         raise ClipError(
-            f"none of the {len(paths)} videos under {root} has a caption (looked in {where}). Write NAME.txt beside "
+            f"none of the {len(paths)} videos under {root} has a caption (looked in {source}). Write NAME.txt beside "
             f"NAME.mp4, or pass --captions FILE, a .csv or .jsonl with the columns {NAMES[0]} and {TEXTS[0]}, paths "
             f"relative to {root}"
         )

@@ -129,7 +129,7 @@ class Autoencoder:
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(c, t, h, w) of the latent of a clip; for a size that does not fit, a CodecError that names the nearest."""
         problems = []
-        for n, what, first, step in (
+        for n, unit, first, step in (
             (frames, "frames", 1, self.step),
             (height, "rows", self.factor[1], self.factor[1]),
             (width, "columns", self.factor[2], self.factor[2]),
@@ -137,7 +137,7 @@ class Autoencoder:
             if n < first or (n - first) % step:
                 below = first + (n - first) // step * step
                 nearest = " or ".join(str(m) for m in (below, below + step) if m >= first)
-                problems.append(f"{n} {what} (take {nearest})")
+                problems.append(f"{n} {unit} (take {nearest})")
         if problems:
             raise CodecError(f"{self.name} at {self.path} cannot encode {', '.join(problems)}")
         c, (ft, fh, fw) = self.channels, self.factor
@@ -212,10 +212,10 @@ class Autoencoder:
                     return y
                 if out is None:
                     out = torch.zeros(*y.shape[:2], *weights.shape[2:])
-                here = (..., slice(top * after, bottom * after), slice(left * after, right * after))
+                window = (..., slice(top * after, bottom * after), slice(left * after, right * after))
                 weight = _ramp(rows, top, bottom, after)[:, None] * _ramp(columns, left, right, after)
-                out[here] += y * weight
-                weights[here] += weight
+                out[window] += y * weight
+                weights[window] += weight
         assert out is not None
         return out.div_(weights)
 

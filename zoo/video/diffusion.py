@@ -54,7 +54,7 @@ class _Objective(nn.Module):
     @property
     def tensor_parallel(self) -> dict[str, str]:
         """Which linear layers of the wrapped model may be cut, for `dsp.embedded`; empty if it does not say."""
-        return {f"model.{key}": how for key, how in getattr(self.model, "tensor_parallel", {}).items()}
+        return {f"model.{key}": cut for key, cut in getattr(self.model, "tensor_parallel", {}).items()}
 
     def sample_timestep(self, uniform: Tensor, cells: int | None = None) -> Tensor:
         """Training noise levels [b] from numbers in (0, 1) [b]: the quantiles of the training distribution.

@@ -87,13 +87,13 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     if options.together and not vae.causal:
         ranks.log0("--together has no effect: an image autoencoder encodes frame by frame, and ranks share the clips")
     options.together &= vae.causal and dist.get_world_size() > 1
-    mine = todo if options.together else todo[dist.get_rank() :: dist.get_world_size()]
+    share = todo if options.together else todo[dist.get_rank() :: dist.get_world_size()]
     if options.together:
         vae = shared_codec(vae)
     broken: list[str] = []
     with ranks.StopSignal() as stop:
         try:
-            encode_all(mine, vae, text, more, options, dtype, broken, stop)
+            encode_all(share, vae, text, more, options, dtype, broken, stop)
         except (ValueError, OSError) as cause:  # a full disk, a broken file: on this rank only
             raise UserError(str(cause), alone=True) from cause
         if ranks.all_sum(stop.requested)[0] if options.together else stop.requested:
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
             return 130
         try:
             counted = not options.together or dist.get_rank() == 0
-            clips, lost = ranks.all_sum(counted * (len(mine) - len(broken)), counted * len(broken))
+            clips, lost = ranks.all_sum(counted * (len(share) - len(broken)), counted * len(broken))
         except RuntimeError as cause:
             text = "another rank left before its clips were done; run the same command to resume"
             raise UserError(text, alone=True) from cause
@@ -187,9 +187,9 @@ def prepare(
         text.encode([""])[0],
         None if more.pooled is None else more.pooled.encode([""])[0],
     )  # fmt: skip
-    there = {entry.name: entry for entry in encoded(options.out)}
-    refuse_changed(options.out, wanted, there)
-    todo = [source for source in wanted if source.name not in there]
+    entries = {entry.name: entry for entry in encoded(options.out)}
+    refuse_changed(options.out, wanted, entries)
+    todo = [source for source in wanted if source.name not in entries]
     print(f"{len(todo)} clips to encode, {len(wanted) - len(todo)} are in {options.out} already", flush=True)
     return todo, skipped
 
@@ -205,11 +205,11 @@ def too_long(wanted: Sequence[Source], text: TextEncoder) -> list[str]:
     return [line for line in long.values() if line]
 
 
-def refuse_changed(folder: Path, wanted: Sequence[Source], there: dict[str, Entry]) -> None:
+def refuse_changed(folder: Path, wanted: Sequence[Source], entries: dict[str, Entry]) -> None:
     """Raise a ClipError if clips of the same names were encoded with other captions or sizes."""
     changes = {}
     for source in wanted:
-        if entry := there.get(source.name):
+        if entry := entries.get(source.name):
             size = Bucket(entry.frames, entry.height, entry.width, source.bucket.fps)
             if entry.caption != source.caption:
                 changes[source.name] = f"caption {entry.caption!r} there, {source.caption!r} now"
@@ -217,7 +217,7 @@ def refuse_changed(folder: Path, wanted: Sequence[Source], there: dict[str, Entr
                 changes[source.name] = f"{size} at {entry.fps:g} a second there, {source.bucket} at {source.fps:g} now"
     if changes:
         name, change = next(iter(changes.items()))
-        shards = sorted({there[name].shard for name in changes})
+        shards = sorted({entries[name].shard for name in changes})
         raise ClipError(
             f"{len(changes)} clips are in {folder} with other captions or sizes than now; the first is {name}: {change}"
             f". Delete {' '.join(shards)} there to encode their clips again, or choose another --out"
@@ -225,7 +225,7 @@ def refuse_changed(folder: Path, wanted: Sequence[Source], there: dict[str, Entr
 
 
 def encode_all(
-    mine: Sequence[Source],
+    wanted: Sequence[Source],
     vae: Autoencoder,
     text: TextEncoder,
     more: More,
@@ -246,7 +246,7 @@ def encode_all(
     caption, embedding = None, torch.empty(0)
     writes = not options.together or dist.get_rank() == 0
     with Writer(options.out, int(options.shard_mib * 2**20)) if writes else nullcontext() as writer:
-        for done, (source, frames) in enumerate(zip(mine, ahead(pixels, ((source,) for source in mine))), 1):
+        for done, (source, frames) in enumerate(zip(wanted, ahead(pixels, ((source,) for source in wanted))), 1):
             latent = frames if isinstance(frames, str) else latent_of(vae, frames, options.tile, dtype)
             if isinstance(latent, str):
                 broken.append(source.name)
@@ -263,12 +263,12 @@ def encode_all(
             assert isinstance(frames, Tensor)
             extra = {name: x.to(dtype) for name, x in more.of(vae, frames, source.caption, options.tile).items()}
             shard = writer.add(entry, latent, embedding, **extra) if writer else None
-            left = duration((time.perf_counter() - began) / done * (len(mine) - done))
+            eta = duration((time.perf_counter() - began) / done * (len(wanted) - done))
             if terminal:
-                end = "\n" if done == len(mine) else ""
-                print(f"\r{done}/{len(mine)} clips  {left} left ", end=end, file=sys.stderr, flush=True)
+                end = "\n" if done == len(wanted) else ""
+                print(f"\r{done}/{len(wanted)} clips  {eta} left ", end=end, file=sys.stderr, flush=True)
             elif shard:
-                print(f"rank {dist.get_rank()}: {done}/{len(mine)} clips, {left} left: {shard.name}", flush=True)
+                print(f"rank {dist.get_rank()}: {done}/{len(wanted)} clips, {eta} left: {shard.name}", flush=True)
             if ranks.all_sum(stop.requested)[0] if options.together else stop.requested:
                 return
 

@@ -109,12 +109,12 @@ class STDiT(Published):
     ) -> Tensor:
         if self.scheduler is not None:
             return super().sample(prompt, noise, steps, guidance, on_step=on_step, **options)
-        given: dict[str, Any] = {"uncond": prompt.uncond, "on_step": on_step, **prompt.cond}
-        given["guidance"] = 1.0 if prompt.uncond is None else guidance[0]
+        arguments: dict[str, Any] = {"uncond": prompt.uncond, "on_step": on_step, **prompt.cond}
+        arguments["guidance"] = 1.0 if prompt.uncond is None else guidance[0]
         config: Any = self.models[0].config
         if config.version == "v3":
-            return euler(self.models[0], noise, steps, shift=shift_at(1.0, 64 * 64, prod(noise.shape[2:])), **given)
-        return ddim(self.models[0], noise, steps, **given)
+            return euler(self.models[0], noise, steps, shift=shift_at(1.0, 64 * 64, prod(noise.shape[2:])), **arguments)
+        return ddim(self.models[0], noise, steps, **arguments)
 
 
 def read(

@@ -127,10 +127,10 @@ class FrameProbe:
 
     def shares(self, clips: Tensor, labels: Sequence[int]) -> dict[str, float]:
         """The share of the frames, and of the clips by majority vote, that show the requested class."""
-        seen, asked = self(clips), torch.tensor(labels)
+        seen, classes = self(clips), torch.tensor(labels)
         return {
-            "frames recognised": (seen == asked[:, None]).double().mean().item(),
-            "clips recognised": (seen.mode(1).values == asked).double().mean().item(),
+            "frames recognised": (seen == classes[:, None]).double().mean().item(),
+            "clips recognised": (seen.mode(1).values == classes).double().mean().item(),
         }
 
 

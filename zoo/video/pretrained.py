@@ -32,10 +32,10 @@ def configuration(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
     """The folder that has config.json, `path` or its sub-folder `part`, and the content of config.json."""
     folder = next((f for f in (path, path / part) if (f / "config.json").is_file()), None)
     if folder is None:
-        what = "is not there: no such folder"
+        problem = "is not there: no such folder"
         if path.exists():
-            what = f"is not the folder of a model: there is no config.json in it, nor in its {part}/"
-        raise CodecError(f"{path} {what} (models are read from this disk; nothing is downloaded)")
+            problem = f"is not the folder of a model: there is no config.json in it, nor in its {part}/"
+        raise CodecError(f"{path} {problem} (models are read from this disk; nothing is downloaded)")
     return folder, settings_of(folder / "config.json")
 
 

@@ -50,8 +50,8 @@ class Prompt:
     def rows(self, clips: range, device: torch.device) -> "Prompt":
         """The rows of some of the clips, on a device."""
         cond, none = (
-            given and {name: value[clips.start : clips.stop].to(device) for name, value in given.items()}
-            for given in (self.cond, self.uncond)
+            conditions and {name: value[clips.start : clips.stop].to(device) for name, value in conditions.items()}
+            for conditions in (self.cond, self.uncond)
         )
         return Prompt(cond or {}, none, None if self.first is None else self.first.to(device))
 
@@ -201,13 +201,13 @@ def _guided(
     if prompt.uncond is None:
         return predict(model, x, timestep, **prompt.cond)
     if branch is not None:
-        mine, join = branch
-        cond, free = join(predict(model, x, timestep, **(prompt.cond, prompt.uncond)[mine]).float())
+        side, join = branch
+        cond, free = join(predict(model, x, timestep, **(prompt.cond, prompt.uncond)[side]).float())
     elif batched:
         both = {name: torch.cat([prompt.uncond[name], value]) for name, value in prompt.cond.items()}
         free, cond = predict(model, torch.cat([x, x]), torch.cat([timestep, timestep]), **both).float().chunk(2)
     else:
-        cond, free = (predict(model, x, timestep, **given).float() for given in (prompt.cond, prompt.uncond))
+        cond, free = (predict(model, x, timestep, **conditions).float() for conditions in (prompt.cond, prompt.uncond))
     return free + guidance * (cond - free)
 
 

@@ -89,8 +89,8 @@ class TimeMix(nn.Module):
         Decay differs between channels. Later layers forget sooner and mix in less of the previous position. ``out``
         starts at zero there; here the gate of adaLN-Zero does, and with both at zero neither would get a gradient.
         """
-        depth, left = self.layer / max(1, self.layers - 1), 1 - self.layer / self.layers  # 0 to 1, 1 to almost 0
-        mixed, more = (1 - channel_places(self.mix_first) ** (share * left) for share in (1, 0.5))
+        depth, height = self.layer / max(1, self.layers - 1), 1 - self.layer / self.layers  # 0 to 1, 1 to almost 0
+        mixed, more = (1 - channel_places(self.mix_first) ** (share * height) for share in (1, 0.5))
         self.mix_first.copy_(mixed)
         self.mix.copy_(torch.stack([mixed, mixed, mixed - 0.3 * depth, more, more]))
         ends = torch.linspace(0, 1, len(mixed), device=mixed.device)

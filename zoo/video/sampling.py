@@ -42,7 +42,7 @@ def _guided(
 
 
 def _holding(noise: Tensor, clean: Tensor | None, x_mask: Tensor | None) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """`hold(x, given)`: x with the frames of `given` where x_mask is False; x as it is if no frames are held."""
+    """`hold(x, frames)`: x with those of `frames` where x_mask is False; x as it is if no frames are held."""
     if (clean is None) != (x_mask is None):
         raise ValueError("clean= and x_mask= go together: clean= has the given frames, and x_mask= is False there")
     if clean is None or x_mask is None:
@@ -53,7 +53,7 @@ def _holding(noise: Tensor, clean: Tensor | None, x_mask: Tensor | None) -> Call
             f"(samples, frames) = {[noise.shape[0], noise.shape[2]]}, got {list(x_mask.shape)}"
         )
     free = per_frame(x_mask)
-    return lambda x, given: x if given is None else torch.where(free, x, given)
+    return lambda x, frames: x if frames is None else torch.where(free, x, frames)
 
 
 @torch.no_grad()
@@ -85,8 +85,8 @@ def euler(
     if steps < 1:
         raise ValueError(f"euler: expected steps >= 1, got {steps}")
     hold = _holding(noise, clean, x_mask)
-    given = cond if x_mask is None else {**cond, "x_mask": x_mask}
-    guided = _guided(model, noise.shape[1], guidance, uncond, given)
+    conditions = cond if x_mask is None else {**cond, "x_mask": x_mask}
+    guided = _guided(model, noise.shape[1], guidance, uncond, conditions)
     predicts_clean = getattr(model, "predicts_clean", False) if predicts_clean is None else predicts_clean
     levels = [shifted(1 - i / steps, shift) for i in range(steps + 1)]
     x = hold(noise, clean)
@@ -128,8 +128,8 @@ def ddim(
     if eta > 0 and random is None:
         raise ValueError(f"ddim: eta={eta} adds noise at every step: pass random=, a seeded torch.Generator")
     hold = _holding(noise, clean, x_mask)
-    given = cond if x_mask is None else {**cond, "x_mask": x_mask}
-    guided = _guided(model, noise.shape[1], guidance, uncond, given)
+    conditions = cond if x_mask is None else {**cond, "x_mask": x_mask}
+    guided = _guided(model, noise.shape[1], guidance, uncond, conditions)
     abar = linear_schedule(IDDPM.steps)["abar"].tolist()
     timesteps = [round(IDDPM.steps * (1 - i / steps)) - 1 for i in range(steps)]
     start = None if clean is None else math.sqrt(abar[0]) * clean + math.sqrt(1 - abar[0]) * noise

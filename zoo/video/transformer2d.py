@@ -190,14 +190,14 @@ class Transformer2D(nn.Module):
         t = self.t_embed(timestep)
         if self.label_embed is not None:
             t = t + self.label_embed(label)
-        given: tuple[Tensor | None, ...] = (self.t_block(F.silu(t)),)
+        conditions: tuple[Tensor | None, ...] = (self.t_block(F.silu(t)),)
         if self.caption is not None and context is not None:
-            given = (*given, self.caption(context.to(t.dtype)), context_mask)
+            conditions = (*conditions, self.caption(context.to(t.dtype)), context_mask)
 
         size = x.shape[-2], x.shape[-1]
         x = self.embed(x)
         for block in self.blocks:
-            x = block(x, *given)
+            x = block(x, *conditions)
         return unpatchify(self.final(x, t), self.config.patch, size)
 
     @torch.no_grad()
