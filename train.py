@@ -94,7 +94,7 @@ def setup(config: cfg.Config, device: torch.device, stop: ranks.StopSignal, cons
     # parallel=auto: the choice of the run that is resumed, else a new choice, by measured links
     if config.parallel.auto:
         world, node = dist.get_world_size(), environment.ranks_of_host()
-        choice = ranks.on_first_rank(lambda: auto.kept(config, world))
+        choice = ranks.on_first_rank(lambda: auto.previous_choice(config, world))
         if choice is None:
             hardware = auto.measured(config, device, node)
             choice = ranks.on_first_rank(lambda: auto.choose(config, world, hardware))
@@ -254,14 +254,14 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     norm = clip_gradients(run.model, options.clip or math.inf)
     result = StepResult(step, lr, losses, norm, run.guard.limit(step, run.ahead), run.stop.requested)
     if run.ahead and not wanted_now(run, step):
-        update(run, result.taken)
+        update(run, result.step_mask)
         run.waiting.append(result)
-        last = judge(run, left=1)
+        last = judge(run, backlog=1)
     else:
         judge(run)  # the earlier steps: their updates are done, that of this one is not
         run.waiting.append(result)
         last = judge(run)
-        if run.guard.taken == step:
+        if run.guard.last_update == step:
             update(run)
     for optimizer in run.optimizers:
         optimizer.zero_grad()
@@ -271,10 +271,10 @@ def train_step(run: Run, step: int, batches: Iterator[Inputs]) -> tuple[dict[str
     return values | {"skipped": run.guard.skipped}, last.stopping
 
 
-def judge(run: Run, left: int = 0) -> StepResult:
-    """Judge the steps whose numbers the host has not read yet, but for the last `left`; return the one judged last."""
+def judge(run: Run, backlog: int = 0) -> StepResult:
+    """Judge the steps whose numbers the host has not read yet, all but `backlog`; return the one judged last."""
     try:
-        while len(run.waiting) > left:
+        while len(run.waiting) > backlog:
             run.last = result = run.waiting.pop(0)
             if run.guard.wants_copy(result.step, result.loss):  # every rank has the same numbers, and decides alike
                 run.guard.snapshot = snapshot(run)
@@ -286,13 +286,13 @@ def judge(run: Run, left: int = 0) -> StepResult:
     return run.last
 
 
-def update(run: Run, taken: Tensor | None = None) -> None:
-    """Update the weights; `taken` (0-d): zero if the device is to skip the update."""
+def update(run: Run, mask: Tensor | None = None) -> None:
+    """Update the weights; `mask` (0-d): zero if the device is to skip the update."""
     for optimizer in run.optimizers:
-        set_skip(optimizer, taken)
+        set_skip(optimizer, mask)
         optimizer.step()
     if run.average:
-        run.average.update(taken)
+        run.average.update(mask)
 
 
 def wanted_now(run: Run, step: int) -> bool:
@@ -362,7 +362,7 @@ def extra(run: Run, step: int) -> dict[str, Any]:
 
 def snapshot(run: Run) -> Snapshot:
     """A copy of the current weights, with everything else that a checkpoint of them has."""
-    return Snapshot(run.guard.taken, checkpoint.hold(contents(run)), extra(run, run.guard.taken))
+    return Snapshot(run.guard.last_update, checkpoint.hold(contents(run)), extra(run, run.guard.last_update))
 
 
 def contents(run: Run) -> checkpoint.Contents:

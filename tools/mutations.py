@@ -85,7 +85,7 @@ FAULTS = [
     Fault(
         "a bad step that nobody has read yet is taken",
         "zoo/training/optim.py",
-        "optimizer.found_inf = None if taken is None else 1 - taken",
+        "optimizer.found_inf = None if mask is None else 1 - mask",
         "optimizer.found_inf = None",
         "training/test_robust::test_a_step_taken_before_its_numbers_are_read_is_the_same",
     ),

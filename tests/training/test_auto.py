@@ -152,10 +152,10 @@ def test_a_run_on_what_was_chosen_is_the_run_of_one_process_and_keeps_it(trainer
     alike(before, directory, tolerance=0)
 
     had, config = cfg.load([str(directory / "config.yaml")]), cfg.load([*arguments, "resume=true"])
-    kept = auto.kept(config, 2)
-    assert (kept.dp, kept.sp, kept.method) == (had.parallel.dp_shard, had.parallel.sp, had.parallel.method)
-    assert kept.recomputed == had.train.checkpoint_activations
-    assert auto.kept(config, 4) is None  # on other ranks it chooses again
-    assert auto.kept(cfg.load(arguments), 2) is None
+    previous = auto.previous_choice(config, 2)
+    assert (previous.dp, previous.sp, previous.method) == (had.parallel.dp_shard, had.parallel.sp, had.parallel.method)
+    assert previous.recomputed == had.train.checkpoint_activations
+    assert auto.previous_choice(config, 4) is None  # on other ranks it chooses again
+    assert auto.previous_choice(cfg.load(arguments), 2) is None
     shutil.rmtree(directory / "checkpoints")
-    assert auto.kept(config, 2) is None  # a run that never came so far may have run out of memory
+    assert auto.previous_choice(config, 2) is None  # a run that never came so far may have run out of memory

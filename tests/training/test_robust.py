@@ -67,7 +67,7 @@ def test_the_guard_judges_alike_after_a_resume():
     assert (whole.skipped, whole.in_row, whole.last_finite) == (3, 2, FEWEST + 2)
     with pytest.raises(Diverged, match=r"the last 2 steps were skipped .* weights before step 12 still gave a finite"):
         whole.check(14, "loss inf", last=False)
-    assert (whole.taken, whole.wants_copy(12, 0.5), whole.wants_copy(12, math.nan)) == (12, False, False)
+    assert (whole.last_update, whole.wants_copy(12, 0.5), whole.wants_copy(12, math.nan)) == (12, False, False)
 
 
 def poison(trainer, monkeypatch, *steps):

@@ -213,7 +213,7 @@ def test_a_suspended_run_goes_on(start, capsys, monkeypatch):
 
 def test_a_hanging_rank_is_named_and_those_that_wait_are_not(start, capsys, monkeypatch):
     places = {"step 5": ("step 5, in all_reduce", True), "loading": ("step 5, in read (zoo/data/x.py:3)", False)}
-    monkeypatch.setattr(Progress, "where", lambda self: places.get(self.doing, ("the start", False)))
+    monkeypatch.setattr(Progress, "position", lambda self: places.get(self.doing, ("the start", False)))
     several = start(3, timeout=0.5)
     for progress, doing in zip(several.progress, ("step 5", "loading", "step 5")):
         progress.count, progress.doing = 4, doing

@@ -52,12 +52,12 @@ def user_error(build: Callable[..., Any], *args: Any, prefix: str = "", alone: b
         raise UserError(f"{prefix}{text}", alone) from cause
 
 
-def complete(value: Any, contract: type, what: str) -> None:
+def complete(value: Any, contract: type, label: str) -> None:
     """Raise a UserError that names and describes every member that a user's part lacks of its contract."""
     wanted = members(contract)
     if missing := lacks(value, contract):
         lines = (f"  {name}: {wanted[name]}" for name in missing)
-        raise UserError("\n".join([f"{what} lacks, or has of another type:", *lines]))
+        raise UserError("\n".join([f"{label} lacks, or has of another type:", *lines]))
 
 
 def one_line(error: object) -> str:

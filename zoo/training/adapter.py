@@ -110,11 +110,11 @@ def matrices(state: Mapping[str, Tensor]) -> dict[str, Pair]:
     """lora_A and lora_B of each layer, as matrices. Raises ValueError for other keys."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
-        layer, mark, rest = key.partition(".lora_")
+        layer, mark, matrix = key.partition(".lora_")
         prefix = next((prefix for prefix in PREFIXES if layer.startswith(prefix)), "")
-        if not mark or rest.replace(".default", "") not in ("A.weight", "B.weight"):
+        if not mark or matrix.replace(".default", "") not in ("A.weight", "B.weight"):
             raise ValueError(f"{key} is not a matrix of an adapter with PEFT's keys (lora_A, lora_B)")
-        pairs.setdefault(layer.removeprefix(prefix), {})[rest[0]] = value.flatten(1)
+        pairs.setdefault(layer.removeprefix(prefix), {})[matrix[0]] = value.flatten(1)
     for layer, pair in sorted(pairs.items()):
         if pair.keys() != {"A", "B"}:
             raise ValueError(f"{layer} has only one of lora_A and lora_B")
@@ -141,26 +141,26 @@ def ours(model: Any, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     Several layers there with one lora_A are one adapter of its rank; with several, their ranks add up. ValueError: an
     adapter of a layer that the model does not have, or of other sizes.
     """
-    layout, adapters, left = Layout.of(model), dict[str, Pair](), set(pairs)
+    layout, adapters, strays = Layout.of(model), dict[str, Pair](), set(pairs)
     for name, layer in layers(model, nn.Linear).items():
         names = layout.theirs(name)
-        given = [pairs.get(theirs) for theirs in names]
-        if not any(given):
+        parts = [pairs.get(theirs) for theirs in names]
+        if not any(parts):
             continue
-        left -= set(names)
+        strays -= set(names)
         rows, size = layer.out_features // len(names), (layer.in_features, layer.out_features)
-        if any(pair and (pair[0].shape[1], len(pair[1])) != (layer.in_features, rows) for pair in given):
+        if any(pair and (pair[0].shape[1], len(pair[1])) != (layer.in_features, rows) for pair in parts):
             raise ValueError(
                 f"the adapter of {names[0]} is of another size than {name}, {size[0]} to {size[1]} channels"
             )
-        first = next(pair[0] for pair in given if pair)
-        if all(pair and torch.equal(pair[0], first) for pair in given):
-            adapters[name] = first, torch.cat([pair[1] for pair in given if pair])
+        first = next(pair[0] for pair in parts if pair)
+        if all(pair and torch.equal(pair[0], first) for pair in parts):
+            adapters[name] = first, torch.cat([pair[1] for pair in parts if pair])
             continue
-        blocks = [pair or (first[:0], first.new_zeros(rows, 0)) for pair in given]
+        blocks = [pair or (first[:0], first.new_zeros(rows, 0)) for pair in parts]
         adapters[name] = torch.cat([a for a, _ in blocks]), torch.block_diag(*(b for _, b in blocks))
-    if left:
-        raise ValueError(f"{len(left)} adapters are of layers that the model does not have, such as {min(left)}")
+    if strays:
+        raise ValueError(f"{len(strays)} adapters are of layers that the model does not have, such as {min(strays)}")
     return adapters
 
 

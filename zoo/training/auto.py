@@ -39,7 +39,7 @@ class Candidate:
     def row(self) -> list[str]:
         t = self.timing
         shares = [f"{100 * part / t.seconds.step:.0f}%" for part in (t.seconds.compute, t.seconds.comm)]
-        held = human_bytes(t.held) + ("" if self.fits else ", too much")
+        memory = human_bytes(t.held) + ("" if self.fits else ", too much")
         return [
             f"{t.dp} x {t.sp}",
             t.method if t.sp > 1 else "-",
@@ -47,7 +47,7 @@ class Candidate:
             t.plan.how or "-",
             dsp.hardware.clock(t.seconds.step),
             *shares,
-            held,
+            memory,
         ]
 
 
@@ -79,12 +79,12 @@ class Choice(NamedTuple):
         return applied(config, self.dp, self.sp, self.method, self.recomputed, **self.sent)
 
 
-def left(config: Config) -> list[str]:
+def auto_options(config: Config) -> list[str]:
     """Those of the options wire, route and overlap that are auto."""
     return [name for name in ("wire", "route", "overlap") if getattr(config.parallel, name) == "auto"]
 
 
-def kept(config: Config, world: int) -> Choice | None:
+def previous_choice(config: Config, world: int) -> Choice | None:
     """The choice of the run that is resumed, if it fits as many ranks: its steps stay the same, bit for bit."""
     directory = Path(config.runs_dir) / str(config.name)
     if not config.resume or not checkpoint.finished(directory / "checkpoints"):
@@ -98,7 +98,9 @@ def kept(config: Config, world: int) -> Choice | None:
     if parallel.dp_replicate != 1 or dp * sp != world or batches_of(config) % dp:
         return None
     text = f"parallel=auto keeps what the run had: dp_shard={dp} sp={sp} {parallel.method}, recomputed: {recomputed}"
-    return Choice(dp, sp, parallel.method, recomputed, text, {name: getattr(parallel, name) for name in left(config)})
+    return Choice(
+        dp, sp, parallel.method, recomputed, text, {name: getattr(parallel, name) for name in auto_options(config)}
+    )
 
 
 def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
@@ -120,10 +122,10 @@ def choose(config: Config, world: int, hardware: dsp.Hardware) -> Choice:
         rows = [row[:3] + row[4:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths)) for row in rows]
-    sent = {name: value for name, value in sent_by(best.timing.plan).items() if name in left(config)}
+    sent = {name: value for name, value in sent_by(best.timing.plan).items() if name in auto_options(config)}
     said = "".join(f" {name}={'null' if value is None else value}" for name, value in sent.items())
-    taken = f"parallel=auto takes the first: dp_shard={best.timing.dp} sp={best.timing.sp}{said}"
-    table = "\n".join([taken, *lines])
+    headline = f"parallel=auto takes the first: dp_shard={best.timing.dp} sp={best.timing.sp}{said}"
+    table = "\n".join([headline, *lines])
     return Choice(best.timing.dp, best.timing.sp, best.timing.method, best.recomputed, table, sent)
 
 

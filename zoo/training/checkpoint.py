@@ -103,24 +103,25 @@ def _packed(optimizers: Any) -> list[tuple[Any, nn.Parameter, str, Tensor]]:
     """The moments that are kept in fewer bits, each with its optimizer, parameter and name."""
     listed = optimizers if isinstance(optimizers, Sequence) else [optimizers]
     entries = [(o, p, key, value) for o in listed for p, state in o.state.items() for key, value in state.items()]
-    return [(*rest, value) for *rest, value in entries if type(local_part(value)) is not Tensor]
+    return [(*address, value) for *address, value in entries if type(local_part(value)) is not Tensor]
 
 
 # ------------------------------------------------------------------------------------------------------------- saving
 
 
 @dataclass
-class Held:
+class CheckpointData:
     """The tensors of a checkpoint, with rows in the model's own order; nothing changes them any more."""
 
     tensors: Tensors
     identity: Mapping[str, Any]
 
 
-def hold(contents: Contents) -> Held:
+def hold(contents: Contents) -> CheckpointData:
     """A copy of the tensors in the host's memory: training may go on while it is written."""
     stored = contents.stored(contents.tensors())
-    return Held({key: value.detach().to("cpu", copy=True) for key, value in stored.items()}, contents.identity)
+    copies = {key: value.detach().to("cpu", copy=True) for key, value in stored.items()}
+    return CheckpointData(copies, contents.identity)
 
 
 def save(
@@ -130,23 +131,23 @@ def save(
 
     `load` returns `extra` under that name.
     """
-    held = Held(contents.stored(contents.tensors()), contents.identity)
-    return write(directory, step, held, extra=extra, keep=keep)
+    data = CheckpointData(contents.stored(contents.tensors()), contents.identity)
+    return write(directory, step, data, extra=extra, keep=keep)
 
 
 def write(
     directory: Path,
     step: int,
-    held: Held,
+    data: CheckpointData,
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save held tensors, as `save` does; ranks communicate in `group`."""
+    """Save the tensors of `data`, as `save` does; ranks communicate in `group`."""
     final = directory / f"step-{step:08d}"
     part = directory / f"{final.name}.incomplete"
-    tensors = flat_names(held.tensors)
+    tensors = flat_names(data.tensors)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # a DTensor has its global size
 
     def prepare() -> None:
@@ -161,13 +162,13 @@ def write(
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(part), process_group=group)
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         raise UserError(f"checkpoint {part} could not be written: {_first_cause(error)}") from error
-    mine = {p.name: digest(p) for p in part.glob(f"__{dist.get_rank()}_*.distcp")}
+    local_digests = {p.name: digest(p) for p in part.glob(f"__{dist.get_rank()}_*.distcp")}
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, mine, group)
+    dist.all_gather_object(digests, local_digests, group)
 
     def publish() -> None:
         files = {name: known for share in digests for name, known in share.items()}
-        state = {"format": FORMAT, "step": step, "identity": held.identity, "extra": dict(extra or {})}
+        state = {"format": FORMAT, "step": step, "identity": data.identity, "extra": dict(extra or {})}
         _write(part / "state.json", json.dumps(state, indent=1))
         files |= {name: digest(part / name) for name in ("state.json", ".metadata")}
         if absent := [name for name in files if not (part / name).is_file()]:
@@ -271,14 +272,14 @@ def load(
 def _refuse_foreign(path: Path, theirs: Mapping[str, Any], metadata: Metadata, contents: Contents) -> None:
     """Raise a UserError that lists the differences, if a checkpoint is of another model."""
     entries: Mapping[str, Any] = metadata.state_dict_metadata
-    there = _flat(theirs) | {key: tuple(entry.size) for key, entry in entries.items() if key.startswith("model.")}
-    here = _flat(parse_json(json.dumps(contents.identity)))
+    file_values = _flat(theirs) | {key: tuple(entry.size) for key, entry in entries.items() if key.startswith("model.")}
+    run_values = _flat(parse_json(json.dumps(contents.identity)))
     tensors: Mapping[str, Any] = get_model_state_dict(contents.model, options=TRAINED)
-    here |= {f"model.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
+    run_values |= {f"model.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
     lines = [
-        f"  {key}: {there.get(key, 'absent')} in the checkpoint, {here.get(key, 'absent')} here"
-        for key in dict.fromkeys([*there, *here])
-        if there.get(key) != here.get(key)
+        f"  {key}: {file_values.get(key, 'absent')} in the checkpoint, {run_values.get(key, 'absent')} here"
+        for key in dict.fromkeys([*file_values, *run_values])
+        if file_values.get(key) != run_values.get(key)
     ]
     if lines:
         more = [f"  ... and {len(lines) - 10} more"] if len(lines) > 10 else []
@@ -326,8 +327,8 @@ def _set_moments(model: nn.Module, optimizers: Any, tensors: Tensors) -> None:
     """Give optimizers the moments of `tensors`; moments in fewer bits keep their format."""
     packed = _packed(optimizers)  # taken before `state` is written to: its dicts are the optimizers' own
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizers)
-    for (kind, name, *rest), value in tensors.items():
-        for moment in rest if kind == "optimizer" else ():
+    for (kind, name, *moments), value in tensors.items():
+        for moment in moments if kind == "optimizer" else ():
             state["state"][name][moment] = value
     set_optimizer_state_dict(model, optimizers, state)
     for optimizer, p, moment, value in packed:
@@ -351,12 +352,12 @@ def _remove(path: Path) -> None:
     A folder is renamed first, so that `step-N` is never there in part; the next `write` removes what remains of it.
     """
     if path.is_dir() and not path.is_symlink():
-        rest = path if path.suffix == ".incomplete" else path.with_name(f"{path.name}.removed.incomplete")
-        if rest != path:
-            if rest.exists():
-                shutil.rmtree(rest)
-            path.rename(rest)
-        shutil.rmtree(rest)
+        trash = path if path.suffix == ".incomplete" else path.with_name(f"{path.name}.removed.incomplete")
+        if trash != path:
+            if trash.exists():
+                shutil.rmtree(trash)
+            path.rename(trash)
+        shutil.rmtree(trash)
     else:
         path.unlink(missing_ok=True)
 

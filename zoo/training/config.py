@@ -240,8 +240,8 @@ def _typed(schema: DictConfig, layer: Layer, source: str, prefix: str = "") -> L
         name = f"{prefix}{key}"
         _refuse_secret(name, str(value), source)
         if key not in schema:
-            where = "" if prefix else " at the top level"
-            raise UserError(f"{source}: unknown key '{name}'{where}{_suggest(str(key), [str(k) for k in schema])}")
+            place = "" if prefix else " at the top level"
+            raise UserError(f"{source}: unknown key '{name}'{place}{_suggest(str(key), [str(k) for k in schema])}")
         node: Any = schema._get_node(key)
         if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
             if not isinstance(value, dict):

@@ -30,9 +30,9 @@ def _commented(lines: Sequence[tuple[str, str]], widest: int = 32) -> Iterator[s
     for text, note in lines:
         beside = len(text) <= widest
         margin = column if beside else len(text) - len(text.lstrip())
-        first, *rest = [f"# {part}" for part in textwrap.wrap(note, 116 - margin)] or [""]
+        first, *tail = [f"# {part}" for part in textwrap.wrap(note, 116 - margin)] or [""]
         yield f"{text:<{margin}}{first}".rstrip() if beside else " " * margin + first
-        yield from (" " * margin + part for part in rest)
+        yield from (" " * margin + part for part in tail)
         if not beside:
             yield text
 
@@ -43,8 +43,8 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 def help_text(arguments: Sequence[str]) -> str:
     """Every key with its comment and its value, as YAML; the defaults if no file is named."""
-    rest = [a for a in arguments if not wants_help([a])]
-    data = next((a.removeprefix("data.name=") for a in rest if a.startswith("data.name=")), "digits")
-    config = load(rest, shown=True) if any("=" not in a for a in rest) else defaults(data)
+    settings = [a for a in arguments if not wants_help([a])]
+    data = next((a.removeprefix("data.name=") for a in settings if a.startswith("data.name=")), "digits")
+    config = load(settings, shown=True) if any("=" not in a for a in settings) else defaults(data)
     usage = "".join(f"# {line}\n" if line else "#\n" for line in USAGE.split("\n"))
     return f"{usage}\n{to_yaml(config, comments=True)}"

@@ -57,11 +57,11 @@ def dry_run(config: Config) -> None:
         f"\nmemory a rank in training: weights over {number_of(shard * sp, 'rank')} (in the plan's peak they are "
         f"whole), train.checkpoint_activations={config.train.checkpoint_activations}"
     )
-    for what, held, note in memory.table(sp):
-        print(f"  {what:<24}{human_bytes(held):>10}  {note}".rstrip())
+    for label, size, note in memory.table(sp):
+        print(f"  {label:<24}{human_bytes(size):>10}  {note}".rstrip())
     print(f"\nlargest activations, of which a rank holds 1/{sp}" if sp > 1 else "\nlargest activations")
-    for held, what in memory.activations.largest(5):
-        print(f"  {human_bytes(held):>10}  {what}")
+    for size, label in memory.activations.largest(5):
+        print(f"  {human_bytes(size):>10}  {label}")
     print(f"\nsequence parallelism sends {human_bytes(step_bytes(config, plan))} a rank and step")
     print(memory.advice(sp))
     for hint in task.hints(model):
@@ -98,7 +98,7 @@ def _needed(config: Config) -> UserError:
     sp = dist.get_world_size() // (config.parallel.dp_replicate * config.parallel.dp_shard)
     task = create_task(config)
     memory = Memory(config, task, without_weights(config, task)[0])
-    largest = ", ".join(f"{human_bytes(held)} of {what}" for held, what in memory.activations.largest(2))
+    largest = ", ".join(f"{human_bytes(size)} of {label}" for size, label in memory.activations.largest(2))
     text = f"out of memory: {memory.advice(sp)}\n  largest activations, over {sp} ranks: {largest}"
     return UserError(text, alone=True)  # the other ranks may have enough memory
 
@@ -107,9 +107,9 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
     """Refuse a run if a rank needs more memory than its device has, or the ranks of a host more than its RAM."""
     replicate, _, sp = mesh_shape(config.parallel, dist.get_world_size())
     if device.type == "cuda":
-        there, ranks = torch.cuda.get_device_properties(device).total_memory, 1
+        capacity, ranks = torch.cuda.get_device_properties(device).total_memory, 1
     else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         ranks = ranks_of_host()
     trained = sum(p.numel() for p in trainable(model))
     frozen = sum(p.numel() for p in model.parameters()) - trained
@@ -117,11 +117,11 @@ def check_memory(config: Config, task: Task, model: nn.Module, plan: dsp.Plan, d
     weights = (each * trained + compute_dtype(config).itemsize * frozen) * replicate // dist.get_world_size()
     if config.train.offload and device.type == "cuda":
         weights = 0
-    if (weights + plan.peak) * ranks > there:  # a rough sum first: the estimate takes time
+    if (weights + plan.peak) * ranks > capacity:  # a rough sum first: the estimate takes time
         need, words = Memory(config, task, model).total(sp) * ranks, task.describe()
-        if need > there:
+        if need > capacity:
             raise UserError(
-                f"a training step needs {human_bytes(need)} on a device or host that has {human_bytes(there)}: "
+                f"a training step needs {human_bytes(need)} on a device or host that has {human_bytes(capacity)}: "
                 f"train.batch={config.train.batch}{words and f' of {words}'}, model {config.model.name}. Make one of "
                 "them smaller, or use more ranks; dry_run=true says what would fit"
             )
@@ -137,8 +137,8 @@ class Memory:
 
     def __init__(self, config: Config, task: Task, model: nn.Module):
         self.config, self.width = config, compute_dtype(config).itemsize
-        self.kept = saved_for_backward(task, compute_dtype(config))
-        self.activations = self.kept[config.train.checkpoint_activations]
+        self.activations_by_way = saved_for_backward(task, compute_dtype(config))
+        self.activations = self.activations_by_way[config.train.checkpoint_activations]
         self.whole = total(self.activations.always)  # bytes for a method with full activations on every rank
         self.ways = list(recomputed_modules(model))  # ways to recompute, those that keep most first
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -149,7 +149,7 @@ class Memory:
     def under(self, config: Config) -> "Memory":
         """The memory of the same model in a run of another configuration; nothing is traced again."""
         other = copy(self)
-        other.config, other.activations = config, self.kept[config.train.checkpoint_activations]
+        other.config, other.activations = config, self.activations_by_way[config.train.checkpoint_activations]
         other.whole = total(other.activations.always)
         return other
 
@@ -158,7 +158,7 @@ class Memory:
         train, trained, frozen = self.config.train, self.trained, self.parameters - self.trained
         shards = (shard or self.config.parallel.dp_shard) * sp
         over = f"in fp32 over {number_of(shards, 'rank')}"
-        activations = self.kept[way or train.checkpoint_activations].bytes
+        activations = self.activations_by_way[way or train.checkpoint_activations].bytes
         moments = trained * 8, f"two {over}"
         if self.config.optim.name == "adamw8bit":  # and a scale in fp32 for each 256 numbers
             moments = 2 * (trained + trained // 64), f"two in 8 bits over {number_of(shards, 'rank')}"
@@ -173,14 +173,14 @@ class Memory:
             kind = f"{human_count(frozen)} in {train.precision} over {number_of(shards, 'rank')}"
             rows.insert(1, ("frozen parameters", frozen * self.width // shards, kind))
         if train.offload:
-            rows = [(what, 0, f"{human_bytes(held)} in host memory, {note}") for what, held, note in rows]
+            rows = [(label, 0, f"{human_bytes(size)} in host memory, {note}") for label, size, note in rows]
         if train.accumulation > 1:
             rows.append(("accumulated gradients", trained * 4, "whole, until the last micro-batch"))
         rows += [
             ("gathered weights", self.gathered * self.width, "two stages and what is outside of stages"),
             ("activations", -(-activations // sp), "kept for backward, this rank's share"),
         ]
-        return [*rows, ("total", sum(held for _, held, _ in rows), "")]
+        return [*rows, ("total", sum(size for _, size, _ in rows), "")]
 
     def total(self, sp: int, way: str | None = None, shard: int | None = None) -> int:
         return self.table(sp, way, shard)[-1][1]
@@ -214,13 +214,14 @@ def steps_on(hardware: dsp.Hardware, config: Config, task: Task, objective: Any,
         changed = replace(config, parallel=replace(config.parallel, method=method))
         return make_plan(changed, task, objective, sp, route=foreseen_route(config, hardware), hardware=hardware)
 
-    def held(plan: dsp.Plan, shard: int, sp: int) -> int:
+    def rank_bytes(plan: dsp.Plan, shard: int, sp: int) -> int:
         cut = 16 * plan.cut_weights * (shard - 1) // (shard * sp)  # weights, gradients and moments, not over dp
         return memory.total(sp, shard=shard) + cut + (0 if plan.chosen else memory.whole * (sp - 1) // sp)
 
     return dsp.embedded.Steps(
-        plan, held, hardware, sum(p.numel() for p in objective.parameters()), len(repeated_stages(objective.model)) + 1,
-        compute_dtype(config), task.batch_tokens(), config.train.accumulation,
+        plan, rank_bytes, hardware, sum(p.numel() for p in objective.parameters()),
+        len(repeated_stages(objective.model)) + 1, compute_dtype(config), task.batch_tokens(),
+        config.train.accumulation,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class Activations:
             place = f"in {re.sub(r'[.][0-9]+', '.*', saved.stage)}" if saved.stage else "outside of stages"
             kind = f"{list(saved.shape)} {str(saved.dtype).removeprefix('torch.')} {place}"
             kinds.setdefault(kind, []).append(saved.bytes)
-        rows = [(sum(held), f"{len(held)} x {kind}" if len(held) > 1 else kind) for kind, held in kinds.items()]
+        rows = [(sum(sizes), f"{len(sizes)} x {kind}" if len(sizes) > 1 else kind) for kind, sizes in kinds.items()]
         return sorted(rows, reverse=True)[:count]
 
 
@@ -60,8 +60,8 @@ class Keeping:
         self.names = {module: name for name, module in model.named_modules() if module in modules}
         self.weights: set[int] = set()
         self.calls, self.path = itertools.count(), tuple[Call, ...]()
-        self.kept: dict[tuple[Call, ...], dict[Any, Saved]] = {(): {}}
-        self.given: dict[tuple[Call, ...], dict[Any, Saved]] = {}
+        self.tensors: dict[tuple[Call, ...], dict[Any, Saved]] = {(): {}}
+        self.inputs: dict[tuple[Call, ...], dict[Any, Saved]] = {}
         self.alive: list[Any] = []
         model.register_forward_pre_hook(self.begin)
         for module in self.names:
@@ -75,22 +75,22 @@ class Keeping:
     def begin(self, model: nn.Module, _: Any) -> None:
         self.weights = {p.untyped_storage()._cdata for p in model.parameters()}
 
-    def note(self, where: dict[Any, Saved], tensor: Tensor) -> None:
+    def note(self, group: dict[Any, Saved], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.weights:
-            where[storage._cdata] = Saved(self.place, tuple(tensor.shape), tensor.dtype, storage.nbytes())
+            group[storage._cdata] = Saved(self.place, tuple(tensor.shape), tensor.dtype, storage.nbytes())
             self.alive.append(storage)  # else its address would be used again
 
     def save(self, tensor: Tensor) -> Tensor:
-        self.note(self.kept[self.path], tensor)
+        self.note(self.tensors[self.path], tensor)
         return tensor if tensor.grad_fn is None else tensor.detach()  # a node that saves its own result would never go
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.path += ((module, next(self.calls)),)
-        self.kept[self.path], self.given[self.path] = {}, {}
+        self.tensors[self.path], self.inputs[self.path] = {}, {}
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and torch.is_grad_enabled():  # a pass without gradients keeps nothing
-                self.note(self.given[self.path], value)
+                self.note(self.inputs[self.path], value)
 
     def leave(self, *_: Any) -> None:
         self.path = self.path[:-1]
@@ -99,7 +99,7 @@ class Keeping:
 
     def first(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[tuple[int | None, Saved]]:
         places = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(inputs + outputs)}
-        return [(places.get(key), saved) for key, saved in self.kept[self.path].items()]
+        return [(places.get(key), saved) for key, saved in self.tensors[self.path].items()]
 
     def repeated(self, log: list[tuple[int | None, Saved]], inputs: list[Tensor], outputs: list[Tensor]) -> None:
         tensors = inputs + outputs
@@ -107,24 +107,24 @@ class Keeping:
             storage = None if place is None else tensors[place].untyped_storage()
             self.alive.append(storage)
             key = object() if storage is None else storage._cdata
-            self.kept[self.path][key] = replace(saved, stage=self.place)
+            self.tensors[self.path][key] = replace(saved, stage=self.place)
 
     def where_recomputed(self, modules: Collection[nn.Module]) -> Activations:
         """The activations if only these modules' inputs are kept, and backward recomputes one module at a time."""
-        held: dict[tuple[Call, ...], dict[Any, Saved]] = {}
-        for path, saved in self.kept.items():
-            held.setdefault(tuple(call for call in path if call[0] in modules), {}).update(saved)
-        for path, saved in self.given.items():
+        groups: dict[tuple[Call, ...], dict[Any, Saved]] = {}
+        for path, saved in self.tensors.items():
+            groups.setdefault(tuple(call for call in path if call[0] in modules), {}).update(saved)
+        for path, saved in self.inputs.items():
             *outer, inner = (*(call for call in path[:-1] if call[0] in modules), path[-1])
             if inner[0] in modules:
-                held[tuple(outer)].update(saved)
+                groups[tuple(outer)].update(saved)
 
         def opened(at: tuple[Call, ...]) -> dict[Any, Saved]:
-            inside = [held[path] | opened(path) for path in held if path and path[:-1] == at]
-            added = [{key: saved for key, saved in one.items() if key not in held[at]} for one in inside]
+            inside = [groups[path] | opened(path) for path in groups if path and path[:-1] == at]
+            added = [{key: saved for key, saved in one.items() if key not in groups[at]} for one in inside]
             return max(added, key=lambda one: total(one.values()), default={})
 
-        return Activations(list(held[()].values()), list(opened(()).values()))
+        return Activations(list(groups[()].values()), list(opened(()).values()))
 
 
 def saved_for_backward(task: Task, dtype: torch.dtype, *, twins: bool = True) -> dict[str, Activations]:

@@ -35,7 +35,7 @@ def folder(run: Path) -> Path:
 def write(folder: Path, rank: int, progress: Any, fault: str) -> None:
     """Write this rank's record into `folder`. An error here must not keep the rank from ending."""
     try:
-        place, waits = progress.where()
+        place, waits = progress.position()
         report = {
             "rank": rank, "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "fault": fault,
             "place": place, "waits": waits, "modules": modules(progress.thread, progress.model),

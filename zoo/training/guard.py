@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.training.checkpoint import Held
+from zoo.training.checkpoint import CheckpointData
 from zoo.training.ranks import log0
 from zoo.training.sections import Train
 
@@ -37,12 +37,12 @@ class StepResult:
         dist.all_reduce(sums)
         self.sent = torch.cat([sums, norm.to(sums)[None]])
         self.host = self.sent.to("cpu", non_blocking=True)
-        self.there = torch.cuda.Event() if self.sent.is_cuda else None
-        if self.there is not None:
-            self.there.record()
+        self.arrival = torch.cuda.Event() if self.sent.is_cuda else None
+        if self.arrival is not None:
+            self.arrival.record()
 
     @property
-    def taken(self) -> Tensor:
+    def step_mask(self) -> Tensor:
         """One if the step is to be taken, zero if not; on the device."""
         *losses, _, norm = self.sent
         return (torch.isfinite(sum(losses, norm)) & (norm <= self.limit)).float()
@@ -50,8 +50,8 @@ class StepResult:
     @cached_property
     def numbers(self) -> list[float]:
         """The numbers on the host, once the device has them."""
-        if self.there is not None:
-            self.there.synchronize()
+        if self.arrival is not None:
+            self.arrival.synchronize()
         return self.host.tolist()
 
     @property
@@ -79,7 +79,7 @@ class Snapshot(NamedTuple):
     """Weights that gave a finite loss, with the rest of their checkpoint."""
 
     step: int  # the last step that changed them
-    held: Held
+    data: CheckpointData
     extra: Mapping[str, Any]
 
 
@@ -95,12 +95,12 @@ class Guard:
         self.norms: deque[float] = deque(state.get("norms", ()), maxlen=USUAL + 1)
         self.skipped, self.in_row = int(state.get("skipped", 0)), int(state.get("in_row", 0))
         self.last_finite = int(state.get("sound", 0))  # the last step whose loss was finite: its weights work
-        self.taken = int(state.get("taken", 0))  # the last step that changed the weights
+        self.last_update = int(state.get("taken", 0))  # the last step that changed the weights
         self.snapshot: Snapshot | None = None  # a copy of weights that work
 
     def state(self) -> dict[str, Any]:
         """The state from which another `Guard` goes on, as JSON."""
-        counts = {"skipped": self.skipped, "in_row": self.in_row, "sound": self.last_finite, "taken": self.taken}
+        counts = {"skipped": self.skipped, "in_row": self.in_row, "sound": self.last_finite, "taken": self.last_update}
         return {"norms": list(self.norms), **counts}
 
     def limit(self, step: int, late: bool = False) -> float:
@@ -108,12 +108,12 @@ class Guard:
 
         A run that takes steps before their numbers are on the host does not always know that norm.
         """
-        norms = list(self.norms)[: -1 if late and self.taken == step - 1 else None][-USUAL:]
+        norms = list(self.norms)[: -1 if late and self.last_update == step - 1 else None][-USUAL:]
         return self.spike * _usual(norms) if self.spike and len(norms) >= FEWEST else math.inf
 
     def wants_copy(self, step: int, loss: float) -> bool:
         """Tell whether to keep a copy of the weights, which gave this loss in `step`."""
-        return bool(self.every) and step % self.every == 0 and self.taken > 0 and math.isfinite(loss)
+        return bool(self.every) and step % self.every == 0 and self.last_update > 0 and math.isfinite(loss)
 
     def accept(self, result: StepResult, run: Any) -> bool:
         """Tell whether `run` takes a step. A skipped step is printed and recorded; Diverged if there were too many."""
@@ -136,7 +136,7 @@ class Guard:
             why = f"gradient norm {norm:.4g}, {norm * self.spike / limit:.1f} times the usual one"
         else:
             self.norms.append(norm)
-            self.in_row, self.taken = 0, step
+            self.in_row, self.last_update = 0, step
             return ""
         self.skipped += 1
         self.in_row += 1

@@ -55,10 +55,10 @@ def load_weights(task: Task, model: Any) -> None:
         refuse_other(task.config, asdict(other.config), model)
     refuse_other_prediction(task.config)
     current = model.state_dict()
-    if wrong := [name for name, mine in ours.items() if state[name].shape != current[mine].shape]:
+    if wrong := [name for name, key in ours.items() if state[name].shape != current[key].shape]:
         shapes = f"{tuple(state[wrong[0]].shape)} in the file, {tuple(current[ours[wrong[0]]].shape)} in the model"
         raise UserError(f"init.weights={path}: {len(wrong)} tensors have another shape, such as {wrong[0]}: {shapes}")
-    model.load_state_dict({mine: state[name] for name, mine in ours.items()}, strict=False)
+    model.load_state_dict({key: state[name] for name, key in ours.items()}, strict=False)
 
 
 def read(path: Path) -> dict[str, Tensor]:

@@ -94,10 +94,10 @@ def worker_ends_named() -> Iterator[None]:
         match = re.search(WORKER, str(error))
         if not match:
             raise
-        how = f"was ended by a signal ({match[2].strip()})" if match[2] else "is gone"
+        event = f"was ended by a signal ({match[2].strip()})" if match[2] else "is gone"
         why = ": the kernel ended a process because memory ran out" if memory_kills() > before else ""
         raise UserError(
-            f"a data worker (process {match[1]}) {how}{why}; where memory is short, fewer train.workers or a smaller "
+            f"a data worker (process {match[1]}) {event}{why}; where memory is short, fewer train.workers or a smaller "
             "train.prefetch take less; resume=true goes on from the last checkpoint", alone=True,
         ) from error  # fmt: skip
 
@@ -105,11 +105,11 @@ def worker_ends_named() -> Iterator[None]:
 def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], depth: int = 1) -> Iterator[Any]:
     """Yield `make(*args)` for every args in `wanted`, made in a thread, `depth` of them ahead of use."""
     with ThreadPoolExecutor(1) as pool:
-        left = iter(wanted)
-        pending: list[Future[Any]] = [pool.submit(make, *args) for args in islice(left, depth)]
+        arguments = iter(wanted)
+        pending: list[Future[Any]] = [pool.submit(make, *args) for args in islice(arguments, depth)]
         try:
             while pending:
-                pending += [pool.submit(make, *args) for args in islice(left, 1)]
+                pending += [pool.submit(make, *args) for args in islice(arguments, 1)]
                 yield pending.pop(0).result()
         finally:
             for future in pending:
@@ -119,9 +119,9 @@ def ahead(make: Callable[..., Any], wanted: Iterable[tuple[Any, ...]], depth: in
 def place(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The inputs on a device; on CUDA by way of pinned memory, so that the host does not wait for running kernels."""
 
-    def there(value: Tensor) -> Tensor:
+    def to_device(value: Tensor) -> Tensor:
         if device.type != "cuda" or value.is_cuda:
             return value.to(device)
         return value.pin_memory().to(device, non_blocking=True)
 
-    return {name: there(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    return {name: to_device(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}

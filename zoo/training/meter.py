@@ -72,8 +72,8 @@ class Meter:
         if self.first is None:
             self.first, self.sums, self.settled = sums, Sums(), now
 
-    def read(self, left: int) -> dict[str, float]:
-        """The record of the steps since the last read; `left`: steps to come. Collective."""
+    def read(self, steps: int) -> dict[str, float]:
+        """The record of the steps since the last read; `steps`: those to come. Collective."""
         sums = self.sums if self.sums.steps or self.first is None else self.first
         wait = ranks.all_max(sums.waited / sums.seconds)  # of the rank that waited longest
         averages = {
@@ -85,7 +85,7 @@ class Meter:
             averages["mfu"] = sums.flops / sums.seconds / self.peak
         self.done, self.sums = self.done + self.sums.steps, Sums()
         if self.done:
-            averages["eta"] = (time.perf_counter() - self.settled) / self.done * left
+            averages["eta"] = (time.perf_counter() - self.settled) / self.done * steps
         return averages
 
 

@@ -89,10 +89,10 @@ def overlap_in(
     config: Config, mesh: DeviceMesh | None = None, measured: dsp.Hardware | None = None
 ) -> int | dsp.Hardware | None:
     """`parallel.overlap`, with auto decided by configured or measured hardware, else by measuring the mesh."""
-    given, hardware = config.parallel.overlap, known_hardware(config) or measured
-    if given == "auto" and hardware is None and mesh is None:
+    overlap, hardware = config.parallel.overlap, known_hardware(config) or measured
+    if overlap == "auto" and hardware is None and mesh is None:
         return None
-    return overlap_of(given, hardware, mesh if hardware is None else None, compute_dtype(config))
+    return overlap_of(overlap, hardware, mesh if hardware is None else None, compute_dtype(config))
 
 
 def make_plan(
@@ -159,10 +159,10 @@ def compile_and_recompute(config: Config, model: nn.Module) -> list[nn.Module]:
     for stage in ways["stages"] if config.train.compile else []:
         torch._dynamo.config.recompile_limit = 64  # all stages share one forward, in training and validation
         stage.forward = torch.compile(stage.forward)
-    mode, kept = config.train.checkpoint_activations, config.parallel.save_exchanges
-    if kept and mode in ("blocks", "both"):
+    mode, saving = config.train.checkpoint_activations, config.parallel.save_exchanges
+    if saving and mode in ("blocks", "both"):
         raise UserError(f"parallel.save_exchanges needs train.checkpoint_activations=stages, not {mode}")
-    options: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if kept else {}
+    options: dict[str, Any] = {"context_fn": dsp.embedded.save_exchanges} if saving else {}
     for module in ways[mode]:
         module.forward = partial(recompute, module.forward, use_reentrant=False, **options)
     return ways["stages"]

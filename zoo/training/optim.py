@@ -39,8 +39,8 @@ def learning_rate(options: Optim, step: int, steps: int) -> float:
     if shape == "constant" or step <= begins:
         return lr
     done = (step - begins) / (steps - begins + 1)
-    left = (1 + math.cos(math.pi * done)) / 2 if shape == "cosine" else 1 - done
-    return lr * (final + (1 - final) * left)
+    share = (1 + math.cos(math.pi * done)) / 2 if shape == "cosine" else 1 - done
+    return lr * (final + (1 - final) * share)
 
 
 def optimizers(model: nn.Module, options: Optim, fused: bool = False) -> list[torch.optim.Optimizer]:
@@ -73,9 +73,9 @@ def _groups(model: nn.Module, muon: bool) -> tuple[list[dict[str, Any]], list[di
     matrices: list[dict[str, Any]] = []
     for parameters in by_mesh(p for p in model.parameters() if p.requires_grad):
         of_muon = [p for p in parameters if muon and p.ndim == 2]
-        others = [p for p in parameters if p.ndim > 1 and not (muon and p.ndim == 2)]
+        arrays = [p for p in parameters if p.ndim > 1 and not (muon and p.ndim == 2)]
         vectors = [p for p in parameters if p.ndim <= 1]
-        groups += [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
+        groups += [{"params": arrays}, {"params": vectors, "weight_decay": 0.0}]
         matrices += [{"params": of_muon}] if of_muon else []
     return [group for group in groups if group["params"]], matrices  # beside a second optimizer torch takes none empty
 
@@ -107,9 +107,9 @@ def runs_ahead(wanted: bool | None, optimizers: Sequence[torch.optim.Optimizer])
     return able and (on_cuda if wanted is None else wanted)
 
 
-def set_skip(optimizer: Any, taken: Tensor | None) -> None:
-    """Let the kernel of a fused AdamW skip its next step if `taken` is zero; None: no skipping."""
-    optimizer.found_inf = None if taken is None else 1 - taken
+def set_skip(optimizer: Any, mask: Tensor | None) -> None:
+    """Let the kernel of a fused AdamW skip its next step if `mask` is zero; None: no skipping."""
+    optimizer.found_inf = None if mask is None else 1 - mask
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -165,13 +165,13 @@ class MovingAverage:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
-    def update(self, taken: Tensor | None = None) -> None:
-        """Follow the weights after a step; `taken` (0-d): zero if the device has skipped the step."""
+    def update(self, mask: Tensor | None = None) -> None:
+        """Follow the weights after a step; `mask` (0-d): zero if the device has skipped the step."""
         average, weights = list(map(local_part, self.values.values())), list(map(local_part, self._trained().values()))
-        if taken is None:
+        if mask is None:
             torch._foreach_lerp_(average, weights, 1 - self.decay)
         else:
-            torch._foreach_lerp_(average, weights, [taken * (1 - self.decay)] * len(average))
+            torch._foreach_lerp_(average, weights, [mask * (1 - self.decay)] * len(average))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -189,9 +189,9 @@ class MovingAverage:
                 module.reshard()  # FSDP keeps the weights gathered last, which would be out of date
         for name, p in self._trained().items():
             weight, average = local_part(p), local_part(self.values[name])
-            kept = weight.clone()
+            backup = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(backup)
 
 
 def local_part(tensor: Tensor) -> Tensor:

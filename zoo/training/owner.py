@@ -44,7 +44,7 @@ class Owner:
         self.done.set()
         if self.file is not None:
             with suppress(OSError):  # a disk that has become read-only: the lock goes with the file's descriptor
-                if self._there(self.file):
+                if self._is_current(self.file):
                     self.path.unlink()
         self._forget()
 
@@ -62,24 +62,24 @@ class Owner:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
             raise UserError(f"{self.path} is not a regular file; move it away")
-        held, locks = False, True
+        is_locked, locks = False, True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            held = True
+            is_locked = True
         except OSError:  # storage without locks
             locks = False
-        there, machine = _read(file), _machine()
-        seen = locks and there.get("machine") == machine
-        named = "process {pid} on {host} since {since}".format_map(there) if there else ""
-        if held or (there and not seen and abs(_now(directory) - os.fstat(file).st_mtime) < STALE):
+        record, machine = _read(file), _machine()
+        seen = locks and record.get("machine") == machine
+        named = "process {pid} on {host} since {since}".format_map(record) if record else ""
+        if is_locked or (record and not seen and abs(_now(directory) - os.fstat(file).st_mtime) < STALE):
             os.close(file)
-            more = "" if held else f", or wait {STALE:.0f} s if it is gone"
+            more = "" if is_locked else f", or wait {STALE:.0f} s if it is gone"
             raise UserError(
                 f"{directory} is being written by {named or 'another process'}: stop that one first{more}, or give "
                 "this run another name with name=..."
             )
-        if not self._there(file):
+        if not self._is_current(file):
             os.close(file)  # the last owner removed it between our opening and our lock
             return self.take(directory)
         self.file = file
@@ -91,7 +91,7 @@ class Owner:
         os.register_at_fork(after_in_child=self._forget)  # the lock must not outlive the owner in a worker
         return named
 
-    def _there(self, file: int) -> bool:
+    def _is_current(self, file: int) -> bool:
         """Tell whether the open file is still the one in the folder."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(file), self.path.stat())
@@ -111,8 +111,8 @@ class Owner:
 def _read(file: int) -> dict[str, Any]:
     """The description of an owner; {} if there is none, as after a kill during its writing."""
     try:
-        there = parse_json(os.pread(file, 4096, 0))
-        return {key: there[key] for key in ("host", "pid", "since")} | {"machine": there.get("machine")}
+        record = parse_json(os.pread(file, 4096, 0))
+        return {key: record[key] for key in ("host", "pid", "since")} | {"machine": record.get("machine")}
     except (ValueError, TypeError, KeyError):
         return {}
 

@@ -267,7 +267,7 @@ def arguments(parser: ArgumentParser, family: type[Published], out: Path | None)
     add("--format", default="gif", help="gif (all clips in one), mp4 (a file a clip) or gif,mp4 (%(default)s)")
 
 
-def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
+def command(argv: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     """`infer.py FOLDER [options]`: rank 0 writes to `samples/` in the current folder, or to `--out`."""
     family = user_error(families.family_of, folder)
     arguments(parser, family, Path("samples") / folder.resolve().name)
@@ -279,7 +279,7 @@ def command(given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     parser.add_argument("--lora-scale", type=float, default=1.0, help="how many times they are added (%(default)s)")
     parser.add_argument("--branches", action="store_true", help="guidance's two predictions by half of the ranks each")
     wire_option(parser)
-    options = parser.parse_args(given)
+    options = parser.parse_args(argv)
     pipe = Pipeline(
         folder, dtype=options.dtype, scheduler=options.scheduler, shift=options.shift, branches=options.branches,
         wire=options.wire, variant=options.variant, lora=options.lora, lora_scale=options.lora_scale,

@@ -80,9 +80,9 @@ class Profiler:
                 log0(line)
             log0(f"trace of steps {self.first} to {step}: {path}, a file a rank; open it in ui.perfetto.dev")
             if self.memory:
-                log0(f"memory of the same steps: {self._held(profiler, rank)}")
+                log0(f"memory of the same steps: {self._write_memory(profiler, rank)}")
 
-    def _held(self, profiler: Any, rank: int) -> Path:
+    def _write_memory(self, profiler: Any, rank: int) -> Path:
         """Write torch's record of memory: for a GPU a snapshot for pytorch.org/memory_viz, for a CPU by operation."""
         if self.device.type == "cuda":
             path = self.directory / f"memory-rank-{rank}.pickle"
@@ -91,8 +91,8 @@ class Profiler:
             return path
         path = self.directory / f"memory-rank-{rank}.json"
         rows = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_memory_usage)[:200]
-        held = [{"operation": r.key, "bytes": r.self_cpu_memory_usage, "calls": r.count} for r in rows]
-        path.write_text(json.dumps(held, indent=1))
+        entries = [{"operation": r.key, "bytes": r.self_cpu_memory_usage, "calls": r.count} for r in rows]
+        path.write_text(json.dumps(entries, indent=1))
         return path
 
 
@@ -173,5 +173,5 @@ def summary(profiler: Any, parts: dict[str, float], steps: int) -> Iterator[str]
     rows = sorted(rows, key=spent, reverse=True)[:12]
     width = max((len(row.key[:48]) for row in rows), default=0)
     for row in rows:
-        held = f"  {human_bytes(row.self_cpu_memory_usage)}" if row.self_cpu_memory_usage > 0 else ""
-        yield f"  {row.key[:48]:<{width}}  {spent(row) / 1e3 / steps:9.2f} ms  {row.count / steps:7.0f} times{held}"
+        memory = f"  {human_bytes(row.self_cpu_memory_usage)}" if row.self_cpu_memory_usage > 0 else ""
+        yield f"  {row.key[:48]:<{width}}  {spent(row) / 1e3 / steps:9.2f} ms  {row.count / steps:7.0f} times{memory}"

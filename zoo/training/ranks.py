@@ -54,9 +54,9 @@ def process_group(
     store: dist.Store = dist.HashStore()
     rank, world = 0, 1
     try:
-        if not borrowed and (mine := environment.place()):
-            rank, world = mine.rank, mine.world
-            store, watch = _meet(mine, timeout, progress)
+        if not borrowed and (place := environment.place()):
+            rank, world = place.rank, place.world
+            store, watch = _meet(place, timeout, progress)
         device, backend = _device()
         if not borrowed:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=collective)
@@ -147,12 +147,12 @@ def check_same_code(codes: Sequence[Mapping[str, str]]) -> None:
 
 def check_same_files(records: Iterable[FileRecords]) -> None:
     """Raise a UserError on every rank if a file, by its size and content, is not the same on all; record the files."""
-    mine = {str(path): fact for each in records for path, fact in each.take().items()}
-    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=8).hexdigest()
+    facts = {str(path): fact for each in records for path, fact in each.take().items()}
+    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=8).hexdigest()
     if len({*gathered(digest)}) == 1:
         return
-    first = on_first_rank(lambda: mine)
-    odd = [(path, fact, first.get(path)) for path, fact in mine.items() if fact != first.get(path)]
+    first = on_first_rank(lambda: facts)
+    odd = [(path, fact, first.get(path)) for path, fact in facts.items() if fact != first.get(path)]
     everyone = gathered((len(odd), socket.gethostname(), odd[:1]))
     rank, (count, host, named) = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs[0])
     (path, theirs, ours), more = named[0], f" and {count - 1} more" if count > 1 else ""
@@ -167,9 +167,9 @@ def different(values: Sequence[Mapping[str, Any]]) -> str:
     odd = [rank for rank, value in enumerate(values) if value != values[0]]
     if not odd:
         return ""
-    mine, theirs = values[0], values[odd[0]]
-    keys = sorted(key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key))
-    named = ", ".join(f"{key}={theirs.get(key)} (rank 0: {mine.get(key)})" for key in keys[:5])
+    first, theirs = values[0], values[odd[0]]
+    keys = sorted(key for key in {**first, **theirs} if first.get(key) != theirs.get(key))
+    named = ", ".join(f"{key}={theirs.get(key)} (rank 0: {first.get(key)})" for key in keys[:5])
     more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
     return f"{len(odd)} of {len(values) - 1} others differ from rank 0, rank {odd[0]} in {named}{more}"
 
@@ -187,7 +187,7 @@ def named_code(config: Mapping[str, Any]) -> dict[str, str]:
     tops = {name.partition(":")[0].partition(".")[0] for name in parts if ":" in name or "." in name}
     specs = {top: PathFinder.find_spec(top, [*sys.path, os.getcwd()]) for top in sorted(tops)}
     places = {top: spec.submodule_search_locations or [str(spec.origin)] for top, spec in specs.items() if spec}
-    return {f"code of {top}": digest([Path(place) for place in there]) for top, there in places.items()}
+    return {f"code of {top}": digest([Path(place) for place in folders]) for top, folders in places.items()}
 
 
 def digest(places: Sequence[Path]) -> str:

@@ -38,8 +38,8 @@ def cut_metrics(
         report(f"{path}: {len(damaged)} lines are damaged and were put into {beside.name}: {numbers}")
     records = [record for record in records if record["step"] <= step]
     if len(records) < (known or 0):
-        there = f"of the {known} records that were there at step {step} it holds {len(records)}"
-        report(f"{path}: damaged: {there}")
+        shortfall = f"of the {known} records that were there at step {step} it holds {len(records)}"
+        report(f"{path}: damaged: {shortfall}")
     write(path, "".join(map(line_of, records)))
     flush(path)
     return records

@@ -165,8 +165,8 @@ def _charts(runs: Sequence[Run]) -> Iterator[Markup]:
     yield Markup('<h2>Curves</h2><div class="charts">')
     more = sorted({k for run in runs for k in run.last if k.startswith(("val_", "loss_"))} - SHOWN)
     marks = sorted({record["step"] for run in runs for record in run.resumes})
-    others = ((key, "held-out " * key.startswith("val_") + display_name(key), 1) for key in more)
-    for key, title, factor in (*CHARTS, *others):
+    extra = ((key, "held-out " * key.startswith("val_") + display_name(key), 1) for key in more)
+    for key, title, factor in (*CHARTS, *extra):
         curves = [Curve(run.name, run.points(key, factor), i) for i, run in enumerate(runs)]
         baselines = {
             k: v for run in runs for k, v in run.baselines.items() if _judges(k, key) and key.startswith("val_")
@@ -176,10 +176,10 @@ def _charts(runs: Sequence[Run]) -> Iterator[Markup]:
     yield Markup("</div>")
 
 
-def _image(path: Path, what: str, kind: str) -> Markup:
+def _image(path: Path, label: str, kind: str) -> Markup:
     """A picture in the page itself. As an image it runs no script, also if it is an SVG that holds one."""
     data = base64.b64encode(read_bytes(path, MOST)).decode()
-    return Markup('<img alt="{}" src="data:image/{};base64,{}">').format(what, kind, data)
+    return Markup('<img alt="{}" src="data:image/{};base64,{}">').format(label, kind, data)
 
 
 def _pictures(runs: Sequence[Run]) -> Iterator[Markup]:
@@ -193,14 +193,14 @@ def _pictures(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _plans(runs: Sequence[Run]) -> Iterator[Markup]:
-    drawn: dict[Markup, list[str]] = {}
+    pictures: dict[Markup, list[str]] = {}
     for run in runs:
         path = run.directory / "plan.svg"
         if path.exists():
-            drawn.setdefault(_image(path, "plan", "svg+xml"), []).append(run.name)
-    if drawn:
+            pictures.setdefault(_image(path, "plan", "svg+xml"), []).append(run.name)
+    if pictures:
         yield Markup("<h2>Plan</h2>")
-    for image, names in drawn.items():
+    for image, names in pictures.items():
         yield Markup("<p>{}</p>{}").format(", ".join(names), image)
 
 

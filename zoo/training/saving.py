@@ -41,15 +41,15 @@ class Saver:
             self.stalled = time.perf_counter() - clock
             log0(f"step {step}: checkpoint {path}")
             return
-        held = checkpoint.hold(contents)
-        self.thread = threading.Thread(target=self._write, args=(step, held, extra), daemon=True)
+        data = checkpoint.hold(contents)
+        self.thread = threading.Thread(target=self._write, args=(step, data, extra), daemon=True)
         self.thread.start()
         self.stalled = time.perf_counter() - clock
 
-    def _write(self, step: int, held: Any, extra: Mapping[str, Any]) -> None:
+    def _write(self, step: int, data: Any, extra: Mapping[str, Any]) -> None:
         clock = time.perf_counter()
         try:
-            path = checkpoint.write(self.directory, step, held, extra=extra, keep=self.keep, group=self.group)
+            path = checkpoint.write(self.directory, step, data, extra=extra, keep=self.keep, group=self.group)
             self.result = path, time.perf_counter() - clock
         except BaseException as error:  # `wait` raises it, on all ranks together
             self.result = error, 0.0
@@ -74,9 +74,9 @@ class Saver:
         saved = on_first_rank(lambda: checkpoint.finished(self.directory))
         sound = [(at, path) for at, path in saved if at < guard.last_finite]
         guard.forget()
-        best = snapshot() if guard.last_finite > guard.taken else guard.snapshot
+        best = snapshot() if guard.last_finite > guard.last_update else guard.snapshot
         if best and best.step > max((at for at, _ in sound), default=0):
-            path = checkpoint.write(self.directory, best.step, best.held, extra=best.extra, keep=self.keep)
+            path = checkpoint.write(self.directory, best.step, best.data, extra=best.extra, keep=self.keep)
             log0(f"step {best.step}: checkpoint {path}")
             sound.append((best.step, path))
         return f"the last checkpoint known to be sound is {sound[-1][1]}" if sound else "no checkpoint of them is left"

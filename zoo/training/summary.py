@@ -48,12 +48,12 @@ def opening(
 
 def memory(config: Any, task: Task, model: Any, sp: int, device: torch.device) -> str:
     try:
-        held = Memory(config, task, model).total(sp)
+        size = Memory(config, task, model).total(sp)
     except Exception as error:  # no reason to end the run: a forward that reads values has no estimate
         return f"not known in advance ({type(error).__name__})"
     measured = "what torch has allocated" if device.type == "cuda" else "the whole process, with Python and torch"
     return (
-        f"{human_bytes(held)} a rank, estimated: weights, gradients, optimizer and activations alone; "
+        f"{human_bytes(size)} a rank, estimated: weights, gradients, optimizer and activations alone; "
         f"the lines of steps measure {measured}"
     )
 

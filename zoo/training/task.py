@@ -175,8 +175,8 @@ class Task(ABC):
 
     def placements(self, inputs: Mapping[str, Any]) -> dict[str, Placement]:
         """The placements of the inputs of a batch that are sharded."""
-        there = {name: dim for name, dim in self.sharded_inputs.items() if name in inputs}
-        return {name: Shard(dim) for name, dim in there.items() if inputs[name].shape[dim] > 1}
+        dims = {name: dim for name, dim in self.sharded_inputs.items() if name in inputs}
+        return {name: Shard(dim) for name, dim in dims.items() if inputs[name].shape[dim] > 1}
 
     def local_shard(self, name: str, local: Tensor, length: int) -> Tensor:
         """This rank's shard of an input of `sharded_inputs`, as a DTensor; the full input has `length` rows."""
@@ -196,9 +196,9 @@ class Task(ABC):
 
     def validation_batches(self, objective: Any, group: int, groups: int) -> Iterator[tuple[int, int, Inputs]]:
         """Every validation batch of one group as (level, number of samples, arguments): always the same."""
-        mine = range(self.validation_samples)[group::groups]
-        for start in range(0, len(mine), self.config.train.batch):
-            part = mine[start : start + self.config.train.batch]
+        indices = range(self.validation_samples)[group::groups]
+        for start in range(0, len(indices), self.config.train.batch):
+            part = indices[start : start + self.config.train.batch]
             yield 0, len(part), self.samples([(0, i % len(self.validation)) for i in part], False)
 
     def files(self) -> list[FileRecords]:
@@ -232,9 +232,9 @@ class Show:
         """A UserError if samples could not be shown later; called on every rank before the first step."""
         for name in ("sample", "write") if getattr(self.config.sample, "every", 0) else ():
             if getattr(type(self), name) is getattr(Show, name):
-                where = f"{type(self).__name__} of {type(self).__module__}"
+                source = f"{type(self).__name__} of {type(self).__module__}"
                 raise UserError(
-                    f"sample.every={self.config.sample.every}: {where} has no method {name}; add it, or set this to 0"
+                    f"sample.every={self.config.sample.every}: {source} has no method {name}; add it, or set this to 0"
                 )
 
     def sample(self, model: Callable[..., Any], device: torch.device, on_step: Callable[..., None]) -> Any:

@@ -55,8 +55,8 @@ class TaskLookup:
     def module(self) -> Any:
         """The module of the task; zoo/training/task.py says what it holds."""
         if self.builtin is None:
-            there = user_error(load_plugin, self.task, "zoo.tasks", prefix="task: ")
-            members: Any = SimpleNamespace(**{**OPTIONAL, **vars(there)})
+            plugin = user_error(load_plugin, self.task, "zoo.tasks", prefix="task: ")
+            members: Any = SimpleNamespace(**{**OPTIONAL, **vars(plugin)})
             complete(members, Module, f"task={self.task}")
             return members
         members = user_error(
@@ -80,8 +80,8 @@ class TaskLookup:
         if self.data in self.module.DATA:
             return self.module.DATA[self.data]
         if self.data in TASKS:
-            where = f"zoo/training/tasks/{self.builtin}.py" if self.builtin else f"task={self.task}"
-            raise UserError(f"data.name={self.data}: {where} has no entry of that name in its DATA")
+            source = f"zoo/training/tasks/{self.builtin}.py" if self.builtin else f"task={self.task}"
+            raise UserError(f"data.name={self.data}: {source} has no entry of that name in its DATA")
         kind = user_error(load_plugin, self.data, "zoo.data", prefix="data.name: ")
         if not (isinstance(kind, type) and is_dataclass(kind)):
             raise UserError(f"data.name={self.data} is not a dataclass; expected options with a method datasets(seed)")
@@ -94,10 +94,10 @@ class TaskLookup:
 def create_task(config: Any, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Task:
     """The task of a configuration, for this rank of `mesh`, whose ranks share each sample."""
     data, name, module = config.data, config.data.name, TaskLookup(config.data.name, config.task).module
-    asked = getattr(module, "Data", Data)
-    if not getattr(asked, "_is_protocol", False):  # a class of the user's own, by chance of this name
-        asked = Data
-    complete(data, asked, f"{type(data).__name__}, the options of data.name={name},")
+    protocol = getattr(module, "Data", Data)
+    if not getattr(protocol, "_is_protocol", False):  # a class of the user's own, by chance of this name
+        protocol = Data
+    complete(data, protocol, f"{type(data).__name__}, the options of data.name={name},")
     return _create(module.Task, f"the task of data.name={name}", config, mesh, device)
 
 
@@ -115,13 +115,13 @@ def create_infer(task: Task, names: Mapping[str, Sequence[str]] | None = None) -
     return infer
 
 
-def _create(kind: Any, what: str, *args: Any) -> Any:
+def _create(kind: Any, label: str, *args: Any) -> Any:
     """An instance of `kind`; a UserError names every method that the class lacks."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if issubclass(kind, Task) and kind.samples is Task.samples:
-        asked = ("example", "batch", "validation_batches")
-        missing += ["samples"] if any(getattr(kind, name) is getattr(Task, name) for name in asked) else []
+        methods = ("example", "batch", "validation_batches")
+        missing += ["samples"] if any(getattr(kind, name) is getattr(Task, name) for name in methods) else []
     if missing:
         lines = (f"  {name}: {inspect.getdoc(getattr(kind, name))}" for name in missing)
-        raise UserError("\n".join([f"{what}, {kind.__name__} of {kind.__module__}, lacks:", *lines]))
+        raise UserError("\n".join([f"{label}, {kind.__name__} of {kind.__module__}, lacks:", *lines]))
     return kind(*args)

@@ -296,12 +296,12 @@ def _scaled(value: float, base: int, gap: str, prefixes: str) -> str:
     return f"{float(f'{value:.3g}'):g}"
 
 
-def number_of(count: int, what: str) -> str:
+def number_of(count: int, noun: str) -> str:
     """
     >>> number_of(1, "rank"), number_of(8, "rank")
     ('1 rank', '8 ranks')
     """
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

@@ -101,9 +101,9 @@ def progress(clock: Callable[[], float] = time.perf_counter) -> Callable[..., No
         now = clock()
         if not first or not (terminal or now - said > QUIET):
             return
-        said, left = now, duration((now - began) / step * (steps - step))
+        said, eta = now, duration((now - began) / step * (steps - step))
         begin, end = ("\r", "\n" if step == steps else "") if terminal else ("", "\n")
-        print(f"{begin}{step}/{steps}  {left} left ", end=end, file=sys.stderr, flush=True)
+        print(f"{begin}{step}/{steps}  {eta} left ", end=end, file=sys.stderr, flush=True)
 
     return on_step
 

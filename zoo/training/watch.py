@@ -56,7 +56,7 @@ class Progress:
     model: Any = None  # the model whose modules a flight record names
     folder: Path | None = None  # of the flight record
 
-    def where(self) -> tuple[str, bool]:
+    def position(self) -> tuple[str, bool]:
         """This rank's place in the code, and whether it waits for other ranks there."""
         frame, files = sys._current_frames().get(self.thread), []
         while frame is not None:
@@ -109,7 +109,7 @@ class Peer:
     count: int = 0
     place: str = "the start"
     waits: bool = False
-    left: bool = False  # it said goodbye, or its process has ended
+    has_left: bool = False  # it said goodbye, or its process has ended
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.name})"
@@ -132,7 +132,7 @@ class Watch:
         for peer in (self.me, *peers):
             peer.heard = peer.moved = self.clock()
         self.fault: tuple[str, int, bool] | None = None  # the line that ends the run, exit status, whether it is a hang
-        self.known, self.closing, self.mine = threading.Event(), threading.Event(), threading.Event()
+        self.known, self.closing, self.local_error = threading.Event(), threading.Event(), threading.Event()
         self.lock = threading.Lock()
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.ended: tuple[float, Peer] | None = None  # when a connection first closed, and whose
@@ -158,7 +158,7 @@ class Watch:
 
         `shared`: the other ranks will find the same error, so the line names no rank.
         """
-        self.mine.set()
+        self.local_error.set()
         if self.rank == 0:
             self._end(f"error: {text}" if shared or not self.peers else f"error on rank 0: {text}", status)
         elif not (shared and self.known.wait(PATIENCE)):  # by then rank 0 has found the same error
@@ -169,7 +169,7 @@ class Watch:
 
     def verdict(self, seconds: float) -> bool:
         """Tell whether, within `seconds`, another rank proves to be the cause of this one's error, and was reported."""
-        self.mine.set()
+        self.local_error.set()
         return self.known.wait(seconds)
 
     def _send_all(self, **message: Any) -> None:
@@ -184,7 +184,8 @@ class Watch:
                 return
             self.fault = line, status, hang
         if not heard:
-            if self.rank <= 1 or self.mine.is_set() or os.environ.get("LOCAL_RANK") == "0":  # rank 1's host may be gone
+            is_first_here = os.environ.get("LOCAL_RANK") == "0"  # it prints, too: rank 1's host may be gone
+            if self.rank <= 1 or self.local_error.is_set() or is_first_here:
                 print_error(line)
                 self._log(line)
             self._send_all(fault=self.fault)
@@ -203,17 +204,17 @@ class Watch:
         while not self.closing.is_set() and self.fault is None:
             now = self.clock()
             if now - beaten >= BEAT / 2:
-                beaten, beat = now, (self.progress.count, *self.progress.where())
+                beaten, beat = now, (self.progress.count, *self.progress.position())
                 self.me.note(now, *beat)
                 self._send_all(beat=beat)
                 self.clock(len(self.peers) * (STUCK + BEAT))  # sending to stopped ranks takes a while
-            ends: dict[Any, Peer] = {peer.end: peer for peer in self.peers if peer.end and not peer.left}
+            ends: dict[Any, Peer] = {peer.end: peer for peer in self.peers if peer.end and not peer.has_left}
             for end in wait(list(ends), min(BEAT, self.timeout) / 4):
                 self._receive(ends[end], received(end))
             self._check(self.clock())
         if self.fault is not None and self.fault[2] and self.progress.folder is not None:
             flight.write(self.progress.folder, self.rank, self.progress, self.fault[0])
-        if self.mine.is_set():
+        if self.local_error.is_set():
             self.closing.wait(LINGER)
         if self.fault is not None and not self.closing.is_set():
             self.leave(self.fault[1])
@@ -235,7 +236,7 @@ class Watch:
         elif "error" in message:
             self._end(message["error"], message["status"])
         else:
-            peer.left = True
+            peer.has_left = True
             if "bye" not in message:
                 self.ended = self.ended or (peer.heard, peer)
 
@@ -244,13 +245,13 @@ class Watch:
             self._end(f"error: torchrun (process {self.parent}), which started rank {self.rank}, is gone", 1)
         if self.ended is not None and now - self.ended[0] > GRACE:
             self._on_exit(self.ended[1])
-        here = [peer for peer in self.peers if not peer.left]
-        for peer in here:
+        peers = [peer for peer in self.peers if not peer.has_left]
+        for peer in peers:
             if now - peer.heard > self.timeout:
                 silent = f"{peer} has not answered for {now - peer.heard:.0f} s (train.timeout)"
                 self._end_for_all(f"{silent}: it is stopped, or its host is gone. Last it was in {peer.place}")
-        if self.rank == 0 and here and self.me.count:  # the start has no limit
-            self._hang(now, [self.me, *here])
+        if self.rank == 0 and peers and self.me.count:  # the start has no limit
+            self._hang(now, [self.me, *peers])
 
     def _on_exit(self, peer: Peer) -> None:
         """End the run because a rank is gone, by itself or after a signal to stop."""
@@ -275,14 +276,14 @@ class Watch:
         late = [peer for peer in everyone if not peer.waits] or [p for p in everyone if p.count == least]
         named = "; ".join(f"{peer} is in {peer.place}" for peer in late[:8])
         more = f"; and {len(late) - 8} more" if len(late) > 8 else ""
-        rest = "" if len(late) == len(everyone) else f"; the other {len(everyone) - len(late)} wait for it"
-        self._end_for_all(f"nothing has moved for {quiet:.0f} s (train.timeout): {named}{more}{rest}")
+        waiting = "" if len(late) == len(everyone) else f"; the other {len(everyone) - len(late)} wait for it"
+        self._end_for_all(f"nothing has moved for {quiet:.0f} s (train.timeout): {named}{more}{waiting}")
 
     def _end_for_all(self, text: str) -> None:
         """End the run because ranks are gone or hang; each rank writes a flight record."""
         folder = self.progress.folder
-        where = f". Of each rank: python -m zoo.training.flight {folder}" if folder and self.progress.count else ""
-        self._end(f"error: {text}{self.progress.resumable()}{where}", 1, bool(where))
+        hint = f". Of each rank: python -m zoo.training.flight {folder}" if folder and self.progress.count else ""
+        self._end(f"error: {text}{self.progress.resumable()}{hint}", 1, bool(hint))
 
 
 def of_project(file: str) -> bool:

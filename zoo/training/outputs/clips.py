@@ -72,9 +72,9 @@ def decode(
             return whole
         parts = [to_pixels(codec.decode(latents[i], tile=tile)) for i in share(n, rank, size)]
         return _to_first(parts, whole, n, rank, size, group)
-    here = share(n * t, rank, size)
-    row = latents.transpose(0, 1).flatten(1, 2)[:, here.start : here.stop]
-    parts = list(to_pixels(codec.decode(row, tile=tile)).transpose(0, 1)) if len(here) else []
+    span = share(n * t, rank, size)
+    row = latents.transpose(0, 1).flatten(1, 2)[:, span.start : span.stop]
+    parts = list(to_pixels(codec.decode(row, tile=tile)).transpose(0, 1)) if len(span) else []
     channels = 3 if not isinstance(codec, Pixels) else codec.channels
     whole = torch.empty(n * t, channels, height, width, dtype=torch.uint8) if rank == 0 else None
     whole = _to_first(parts, whole, n * t, rank, size, group)

@@ -28,18 +28,18 @@ def run(options: Namespace) -> list[Path]:
     for name in ("gaps", "identity", "pseudocount"):
         if not 0 < getattr(options, name) <= 1:
             raise UserError(f"--{name} {getattr(options, name)}: must be above 0 and at most 1")
-    given = user_error(find_proteins, options.files, chains=options.complex)
-    if len(given) > 1 and not any(one.alignments for one in given):
+    proteins = user_error(find_proteins, options.files, chains=options.complex)
+    if len(proteins) > 1 and not any(one.alignments for one in proteins):
         raise UserError(
-            f"{len(given)} structures without an alignment, and couplings need one: put NAME.a3m beside NAME.cif"
+            f"{len(proteins)} structures without an alignment, and couplings need one: put NAME.a3m beside NAME.cif"
         )
     written, measured, skipped = [], [], []
-    for one in given:
+    for one in proteins:
         try:
             protein = user_error(one.read)
             coevolution = analyse(protein, options)
         except UserError as error:
-            if len(given) == 1:
+            if len(proteins) == 1:
                 raise
             skipped.append(str(error))
             print(f"skipped {error}", flush=True)
@@ -53,7 +53,7 @@ def run(options: Namespace) -> list[Path]:
         )
         print(table(f"{title} {coevolution.effective:.0f}, {size:.2f} GiB", precision), flush=True)
     if not written:
-        raise UserError(f"none of {len(given)} proteins has couplings; the first: {skipped[0]}")
+        raise UserError(f"none of {len(proteins)} proteins has couplings; the first: {skipped[0]}")
     if len(measured) > 1:
         log_mean(measured)
     return written

@@ -47,14 +47,14 @@ class Published(ABC):
         """Predict one protein; on rank 0 write its files and print its measures. Return both."""
 
 
-def command(family: Published, given: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
+def command(family: Published, argv: Sequence[str], folder: Path, parser: ArgumentParser) -> int:
     """Rank 0 writes to `contacts/` in the current folder, or to `--out`."""
     parser.add_argument("files", type=Path, nargs="+", help=family.files)
     parser.add_argument("--least", type=float, default=0.1, help="least probability of contacts in the table")
     parser.add_argument("--out", type=Path, default=Path("contacts") / folder.resolve().name, help="folder for results")
     family.arguments(parser)
     wire_option(parser)
-    options = checked(parser.parse_args(given))
+    options = checked(parser.parse_args(argv))
     with ranks.process_group() as device:
         proteins = on_first_rank(partial(user_error, family.proteins, options.files))
         model = user_error(family.read, folder).to(device).eval()

@@ -44,11 +44,11 @@ class Show(task.Show):
         noise = torch.empty(len(labels), *self.task.shape, self.task.levels_of_grey)
         for i, one in enumerate(noise):
             one.exponential_(generator=generator("gumbel", seed, i))
-        given = {"label": torch.tensor(labels, device=device)} if self.task.conditional else {}
+        conditions = {"label": torch.tensor(labels, device=device)} if self.task.conditional else {}
         ranks = self.task.mesh.size() if self.task.mesh else dist.get_world_size()
         begin = getattr(model, "drawing", None) if ranks == 1 else None  # ranks cannot divide a single row
         drawing = begin() if begin else None
-        return sample(model, temperature * -noise.log().to(device), on_step, drawing, **given).cpu()
+        return sample(model, temperature * -noise.log().to(device), on_step, drawing, **conditions).cpu()
 
     def write(self, samples: Tensor, path: Path) -> Mapping[str, float]:
         whole_rows = [n for n in range(2, 11) if len(samples) % n == 0]

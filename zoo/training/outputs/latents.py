@@ -86,7 +86,7 @@ class Show(video.Show):
 
     def check(self, encoder: Any, kind: str) -> None:
         """Raise CodecError if this is another autoencoder ("vae") or text encoder ("text") than that of the latents."""
-        name, path, known = (getattr(self.task.manifest, f"{kind}{what}") for what in ("", "_path", "_hash"))
+        name, path, known = (getattr(self.task.manifest, f"{kind}{suffix}") for suffix in ("", "_path", "_hash"))
         if encoder.fingerprint != known:
             raise CodecError(
                 f"the {encoder.name} at {encoder.path} is not the {name} that encoded the training data (then at "

@@ -53,17 +53,17 @@ class Published(folder.Published):
     def predict(
         self, model: nn.Module, protein: Protein, options: Namespace, device: torch.device
     ) -> tuple[list[Path], dict[str, float]]:
-        given = features(protein, options.rows, options.extra_rows, options.seed)
-        inputs = {name: value[None].to(device) for name, value in given.items()}
+        arrays = features(protein, options.rows, options.extra_rows, options.seed)
+        inputs = {name: value[None].to(device) for name, value in arrays.items()}
         out = model(**inputs, recycles=options.recycles, distogram=options.distogram)
         probability, distance, rotation, translation, plddt = (
             x[0].cpu() for x in (out.probability, out.distance, out.rotation, out.translation, out.plddt)
         )
         bins = None if out.distogram is None else out.distogram[0].cpu()
-        atoms = backbone(rotation, translation, given["sequence"], bonded(protein))
+        atoms = backbone(rotation, translation, arrays["sequence"], bonded(protein))
         predicted = Predicted(protein, probability, distance, None, bins, atoms, plddt)
         files, measured = on_first_rank(partial(write, options.out / protein.name, predicted, options.least))
-        log0(table(f"{protein.name}: {described(protein, len(given['msa']))}", measured))
+        log0(table(f"{protein.name}: {described(protein, len(arrays['msa']))}", measured))
         if fault := predicted.unusable():
             log0(f"  {fault}")
         return files, measured
@@ -83,10 +83,10 @@ def features(protein: Protein, rows: int, extra: int, seed: int) -> dict[str, Te
     that is masked, as AlphaFold's has.
     """
     rows = min(rows, len(protein.msa))
-    left = len(protein.msa) - rows
-    example = draw(protein, "inference", seed, residues=len(protein), rows=rows, extra=left, share=0)
-    shown = replace(example, extra=max(1, min(extra, left)))
-    given = example.alignment() | example.single() | shown.extra_alignment()
+    surplus = len(protein.msa) - rows
+    example = draw(protein, "inference", seed, residues=len(protein), rows=rows, extra=surplus, share=0)
+    shown = replace(example, extra=max(1, min(extra, surplus)))
+    arrays = example.alignment() | example.single() | shown.extra_alignment()
     msa, deletions = example.protein.msa, example.protein.deletions
-    given["profile"] = cluster_profile(msa[:rows], deletions[:rows], msa[rows:], deletions[rows:])
-    return {name: value for name, value in given.items() if name not in ("msa_target", "msa_weight")}
+    arrays["profile"] = cluster_profile(msa[:rows], deletions[:rows], msa[rows:], deletions[rows:])
+    return {name: value for name, value in arrays.items() if name not in ("msa_target", "msa_weight")}

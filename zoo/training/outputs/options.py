@@ -16,9 +16,9 @@ def checked(options: Namespace, trained: Sequence[int] = (1, 1, 1)) -> Namespace
 
     `trained`: frames, height and width by default.
     """
-    for name, given in vars(options).items():
+    for name, setting in vars(options).items():
         flag = f"--{name.replace('_', '-')}"
-        for value in given if isinstance(given, list) else [given]:
+        for value in setting if isinstance(setting, list) else [setting]:
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{flag} {value}: must be a finite number")
             if isinstance(value, int) and not 0 <= value <= (2**63 - 1 if name == "seed" else MOST):
@@ -29,10 +29,10 @@ def checked(options: Namespace, trained: Sequence[int] = (1, 1, 1)) -> Namespace
     lists = (len(getattr(options, name, None) or ()) for name in ("label", "prompt"))
     clips = max(*lists, getattr(options, "clips", 0))
     sizes = [getattr(options, name, it) for name, it in zip(("frames", "height", "width"), trained)]
-    need, there = 3 * clips * math.prod(sizes), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > there:
+    need, memory = 3 * clips * math.prod(sizes), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > memory:
         raise UserError(
             f"{clips:,} clips of {' x '.join(f'{s:,}' for s in sizes)} pixels are {human_bytes(need)}, and this host "
-            f"has {human_bytes(there)}: ask for fewer or smaller ones"
+            f"has {human_bytes(memory)}: ask for fewer or smaller ones"
         )
     return options

@@ -42,13 +42,13 @@ class Predicted:
         """
         known = truth(self.protein)
         measures: dict[str, float | None] = {**contact_precision(self.contact, *known)}
-        ca, there = map(torch.from_numpy, self.protein.atoms("CA"))
+        ca, mask = map(torch.from_numpy, self.protein.atoms("CA"))
         measures["lDDT-Cβ"] = distance_lddt(self.distance, *known[:2])
-        measures["lDDT-Cα"] = distance_lddt(self.distance, ca, there)
+        measures["lDDT-Cα"] = distance_lddt(self.distance, ca, mask)
         if self.atoms is not None and self.plddt is not None:
             alphas = self.atoms[:, 1]
-            measures["structure lDDT"] = distance_lddt(distances(alphas, alphas), ca, there)
-            measures["structure RMSD"] = rmsd(alphas, ca, there)
+            measures["structure lDDT"] = distance_lddt(distances(alphas, alphas), ca, mask)
+            measures["structure RMSD"] = rmsd(alphas, ca, mask)
             measures["pLDDT"] = self.plddt.mean().item()
         measures["masked accuracy"] = self.accuracy
         return {name: value for name, value in measures.items() if value is not None}
@@ -103,14 +103,14 @@ def table(title: str, measured: Mapping[str, float]) -> str:
     """A title, and below it the measures: the precision of contacts with a line for each range, then the others."""
     if not any(" P@" in name or "lDDT-C" in name for name in measured):
         title += "; its structure is not known"
-    lines, others = [title], dict(measured)
+    lines, measures = [title], dict(measured)
     ranges = dict.fromkeys(name.partition(" P@")[0] for name in measured if " P@" in name)
     if ranges:
         lines.append(" " * 10 + "".join(f"{f'P@{part}':>8}" for part in PARTS))
     for name in ranges:
-        lines.append(f"  {name:<8}" + "".join(f"{others.pop(f'{name} P@{part}'):8.3f}" for part in PARTS))
-    if others:
-        lines.append("  " + "  ".join(f"{name} {value:.3f}" for name, value in others.items()))
+        lines.append(f"  {name:<8}" + "".join(f"{measures.pop(f'{name} P@{part}'):8.3f}" for part in PARTS))
+    if measures:
+        lines.append("  " + "  ".join(f"{name} {value:.3f}" for name, value in measures.items()))
     return "\n".join(lines)
 
 
@@ -125,10 +125,10 @@ def log_mean(measured: list[dict[str, float]], origin: str = "") -> None:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def contact_map(protein: Protein, score: Tensor, measured: Mapping[str, float], what: str = "") -> ContactMap:
+def contact_map(protein: Protein, score: Tensor, measured: Mapping[str, float], suffix: str = "") -> ContactMap:
     """The picture of contacts [r, r], titled by the protein and the precisions at L/2."""
     title = ", ".join(f"{name} {value:.2f}" for name, value in measured.items() if name.endswith("P@L/2"))
-    return ContactMap(f"{protein.name}{what}: {title}".removesuffix(": "), score, *truth(protein))
+    return ContactMap(f"{protein.name}{suffix}: {title}".removesuffix(": "), score, *truth(protein))
 
 
 def write_files(
@@ -137,7 +137,7 @@ def write_files(
 ) -> list[Path]:  # fmt: skip
     """Write STEM.csv, STEM.npz with the arrays and the residues, and STEM.png; return them."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    pairs, stored, drawn = (stem.parent / f"{stem.name}.{suffix}" for suffix in ("csv", "npz", "png"))
+    pairs, stored, image = (stem.parent / f"{stem.name}.{suffix}" for suffix in ("csv", "npz", "png"))
     write_table(pairs)
     residues = {
         "sequence": np.array(protein.sequence), "chain": np.array(protein.chains)[protein.asym_id],
@@ -145,8 +145,8 @@ def write_files(
     }  # fmt: skip
     with whole_file(stored) as file:
         np.savez_compressed(file, allow_pickle=False, **arrays, **residues)
-    save_contact_maps(drawn, [picture])
-    return [pairs, stored, drawn]
+    save_contact_maps(image, [picture])
+    return [pairs, stored, image]
 
 
 def write(stem: Path, predicted: Predicted, least: float) -> tuple[list[Path], dict[str, float]]:
@@ -162,9 +162,9 @@ def write(stem: Path, predicted: Predicted, least: float) -> tuple[list[Path], d
     files = write_files(stem, protein, arrays, write_table, predicted.map(measured))
     if predicted.atoms is None or predicted.plddt is None:
         return files, measured
-    structure, drawn = (stem.parent / f"{stem.name}-predicted.{suffix}" for suffix in ("cif", "png"))  # not NAME.cif
+    structure, image = (stem.parent / f"{stem.name}-predicted.{suffix}" for suffix in ("cif", "png"))  # not NAME.cif
     write_structure(structure, protein, predicted.atoms.numpy(), predicted.plddt.numpy())
     ca, seen = map(torch.from_numpy, protein.atoms("CA"))
     title = f"{protein.name}, pLDDT {measured['pLDDT']:.0f}"
-    save_backbones(drawn, title, predicted.atoms[:, 1], ca, seen, bonded(protein))
-    return [*files, structure, drawn], measured
+    save_backbones(image, title, predicted.atoms[:, 1], ca, seen, bonded(protein))
+    return [*files, structure, image], measured

@@ -43,23 +43,25 @@ class Show(task.Show):
         return predicted
 
     def predict(self, model: Callable[..., Any], example: Example, device: torch.device, **options: Any) -> Predicted:
-        given = example.alignment() | example.single() | (example.extra_alignment() if self.task.shape["extra"] else {})
-        given |= example.couplings(around=self.config.data.around) if self.task.features else {}
-        given |= example.entities() if "entity_id" in self.task.inputs else {}
-        given |= example.relatives() if self.task.templates else {}
-        inputs = {name: given[name][None].to(device) for name in self.task.inputs if name in given}
+        arrays = (
+            example.alignment() | example.single() | (example.extra_alignment() if self.task.shape["extra"] else {})
+        )
+        arrays |= example.couplings(around=self.config.data.around) if self.task.features else {}
+        arrays |= example.entities() if "entity_id" in self.task.inputs else {}
+        arrays |= example.relatives() if self.task.templates else {}
+        inputs = {name: arrays[name][None].to(device) for name in self.task.inputs if name in arrays}
         with torch.no_grad():
             out = model(**inputs, **options)
         r, accuracy = len(example.protein), None
         if example.chosen[1:].any():
-            letters, target, chosen = out.letters[0].cpu(), given["msa_target"], given["msa_weight"]
+            letters, target, chosen = out.letters[0].cpu(), arrays["msa_target"], arrays["msa_weight"]
             accuracy = masked_accuracy(letters[1:], target[1:], chosen[1:])
         probability, distance = (x[0, :r, :r].cpu() for x in (out.probability, out.distance))
         bins = None if out.distogram is None else out.distogram[0, :r, :r].cpu()
         predicted = Predicted(example.protein, probability, distance, accuracy, bins)
         if self.task.folds:
             rotation, translation, plddt = (x[0, :r].cpu() for x in (out.rotation, out.translation, out.plddt))
-            letters = given["sequence"][:r]
+            letters = arrays["sequence"][:r]
             predicted.atoms = backbone(rotation, translation, letters, bonded(example.protein))
             predicted.plddt = plddt
         return predicted
@@ -87,14 +89,14 @@ class Show(task.Show):
             log0("alignments of one row: nothing is coupled, and hidden letters stand in the sequence")
         words = "frequencies of letters in a column, of distances by separation"
         baselines = [Baseline("baseline_frequency", words, sum(terms.values()))]
-        for key, what, values in (
+        for key, label, values in (
             ("frequency", words, {f"loss_{name}": value for name, value in terms.items()}),
             ("frequency", "frequencies of distances", average(by_frequency)),
             ("apc", "mutual information of the same rows", average(by_information)),
             ("dca", "direct couplings of the same rows, or of all that the model gets", average(by_couplings)),
         ):
             keys = {ascii_key(name): value for name, value in values.items()}
-            baselines += [Baseline(f"baseline_{key}_{name}", what, v, f"val_{name}") for name, v in keys.items()]
+            baselines += [Baseline(f"baseline_{key}_{name}", label, v, f"val_{name}") for name, v in keys.items()]
         return baselines
 
     def _guesses(self, frequencies: Frequencies) -> tuple[list[dict[str, float]], ...]:
@@ -168,9 +170,9 @@ class Infer(task.Infer):
         )  # fmt: skip
         parser.add_argument("--seed", type=int, default=0, help="another number takes other rows of a deep alignment")
         if data.couplings:
-            drawn = data.name == "protein_synthetic"
+            is_synthetic = data.name == "protein_synthetic"
             parser.add_argument(
-                "--couplings", type=float, default=DRAWN_LEAN if drawn else 0.0,
+                "--couplings", type=float, default=DRAWN_LEAN if is_synthetic else 0.0,
                 help="how much of a pair's own direct coupling is added to the log-odds of contact of the model",
             )  # fmt: skip
 
@@ -178,19 +180,19 @@ class Infer(task.Infer):
         self, model: Callable[..., Any], options: Namespace, device: torch.device, on_step: Callable[[int, int], None]
     ) -> list[Path]:
         self._refuse(options)
-        given = on_first_rank(lambda: user_error(find_proteins, options.files, chains=options.complex))
-        alone = [one.alignments[0].name for one in given if one.structure is None]
-        if alone and len(alone) < len(given) and not any(path.is_dir() for path in options.files):
+        inputs = on_first_rank(lambda: user_error(find_proteins, options.files, chains=options.complex))
+        alone = [one.alignments[0].name for one in inputs if one.structure is None]
+        if alone and len(alone) < len(inputs) and not any(path.is_dir() for path in options.files):
             names = ", ".join(alone)
             log0(f"{names}: predicted alone; the name of a structure's alignment begins with the structure's")
         origin_of = origins(self.names)
         written: list[Path] = []
         self.results, measured, skipped = [], dict[str, list[dict[str, float]]](), list[str]()
-        for i, one in enumerate(given):
+        for i, one in enumerate(inputs):
             try:
                 protein = on_first_rank(partial(user_error, one.read, self.show.task.templates, skipped_template))
             except UserError as error:
-                if len(given) == 1:
+                if len(inputs) == 1:
                     raise
                 skipped.append(str(error))
                 log0(f"skipped {error}")
@@ -199,11 +201,11 @@ class Infer(task.Infer):
             files, measures = self._predict_and_write(model, protein, origin, options, device)
             written += files
             measured.setdefault(origin, []).append(measures)
-            on_step(i + 1, len(given))
+            on_step(i + 1, len(inputs))
         if not written:
-            raise UserError(f"none of {len(given)} proteins can be read; the first: {skipped[0]}")
-        if len(given) > 1:
-            log0(f"{sum(map(len, measured.values()))} of {len(given)} proteins predicted, {len(skipped)} skipped")
+            raise UserError(f"none of {len(inputs)} proteins can be read; the first: {skipped[0]}")
+        if len(inputs) > 1:
+            log0(f"{sum(map(len, measured.values()))} of {len(inputs)} proteins predicted, {len(skipped)} skipped")
             for origin, each in measured.items():
                 log_mean(each, origin)
         return written
@@ -246,8 +248,8 @@ class Infer(task.Infer):
         sizes: dict[str, Any] = {"residues": len(protein), "rows": rows, "extra": getattr(options, "extra_rows", 0)}
         sizes["templates"] = self.show.task.templates
         example = draw(protein, "inference", options.seed, **sizes, share=0)
-        asked = {"recycles": options.recycles, "distogram": options.distogram}
-        predicted = self.show.predict(model, example, device, **asked)
+        settings = {"recycles": options.recycles, "distogram": options.distogram}
+        predicted = self.show.predict(model, example, device, **settings)
         if protein.couplings is not None:
             lean = options.couplings * torch.from_numpy(protein.couplings)
             predicted.contact = (predicted.contact.double().logit(1e-9) + lean).sigmoid().float()

@@ -117,15 +117,15 @@ class Show(task.Show):
 
     def write(self, samples: Pairs, path: Path) -> Mapping[str, float]:
         assert samples.samples is not None
-        how: dict[str, Any] = {"fps": samples.fps, "columns": columns(len(samples.samples))}
-        how["titles"] = shown(samples.titles)
+        settings: dict[str, Any] = {"fps": samples.fps, "columns": columns(len(samples.samples))}
+        settings["titles"] = shown(samples.titles)
         if samples.real is None:
-            save_gif(path, samples.samples, **how)
+            save_gif(path, samples.samples, **settings)
             return {}
         n, c, t, _, w = samples.real.shape
         line = torch.full((n, c, t, 1, w), GREY, dtype=torch.uint8)
         pairs = torch.cat([samples.real, line, samples.samples], dim=3)
-        save_gif(path, pairs, **how, head="real clips, and under each a sample")
+        save_gif(path, pairs, **settings, head="real clips, and under each a sample")
         return self.measure(samples.real, samples.samples, samples.titles) if self.config.sample.metrics else {}
 
     def measure(self, real: Tensor, samples: Tensor, titles: Sequence[str]) -> dict[str, float]:
@@ -178,20 +178,20 @@ class Show(task.Show):
             ids = range(start, min(start + self.config.train.batch, n))
             noise = seeded_noise(seed, 0, ids, range(frames), (self.task.channels, height, width), device=device)
             conditions = clips.conditions.items()
-            given: dict[str, Any] = {name: value[start : ids.stop].to(device) for name, value in conditions}
-            distilled = "strength" in given  # the model takes guidance as an input, and is called once
+            arguments: dict[str, Any] = {name: value[start : ids.stop].to(device) for name, value in conditions}
+            distilled = "strength" in arguments  # the model takes guidance as an input, and is called once
             if distilled:
-                given["strength"] = torch.full_like(given["strength"], 1000 * guidance)
-            given["guidance"] = 1.0 if clips.uncond is None or distilled else guidance
+                arguments["strength"] = torch.full_like(arguments["strength"], 1000 * guidance)
+            arguments["guidance"] = 1.0 if clips.uncond is None or distilled else guidance
             if clips.uncond is not None and not distilled:
-                given["uncond"] = {name: value[start : ids.stop].to(device) for name, value in clips.uncond.items()}
+                arguments["uncond"] = {name: value[start : ids.stop].to(device) for name, value in clips.uncond.items()}
             if clips.first is not None:
                 first = clips.first.shape[1]
-                given["clean"] = torch.zeros_like(noise)
-                given["clean"][:, :, :first] = clips.first.to(device)
-                given["x_mask"] = (torch.arange(frames, device=device) >= first).expand(len(ids), frames)
+                arguments["clean"] = torch.zeros_like(noise)
+                arguments["clean"][:, :, :first] = clips.first.to(device)
+                arguments["x_mask"] = (torch.arange(frames, device=device) >= first).expand(len(ids), frames)
             count = lambda step, steps, done=done: on_step(done * steps + step, len(batches) * steps)  # noqa: E731
-            samples.append(sampler(model, noise, steps, on_step=count, **given).cpu())
+            samples.append(sampler(model, noise, steps, on_step=count, **arguments).cpu())
         return torch.cat(samples)
 
     def baselines(self, objective: Any) -> list[Baseline]:

@@ -37,14 +37,14 @@ def refuse_lacking(name: str, wants: Conditions, has: Conditions) -> None:
             f"model {name} needs {', '.join(sorted(lacking))}, which this data does not have"
             + (". zoo.video.encode writes it, with --text or --image of the model's pipeline" if has.text else "")
         )
-    for key, what, option_name in (
+    for key, subject, option_name in (
         ("text", "captions have", "caption_channels"),
         ("pooled", "pooled captions have", "pooled_channels"),
         ("image", "first frames have tokens of", "image_channels"),
     ):
         if getattr(wants, key) and getattr(wants, key) != getattr(has, key):
             raise UserError(
-                f"the data's {what} {getattr(has, key)} channels and the model takes {getattr(wants, key)}: "
+                f"the data's {subject} {getattr(has, key)} channels and the model takes {getattr(wants, key)}: "
                 f"set model.overrides.{option_name}={getattr(has, key)}"
             )
 

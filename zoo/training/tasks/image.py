@@ -53,8 +53,8 @@ class Task(task.Task):
 
     sharded_inputs = {"image": 2}
 
-    def __init__(self, config: Any, *where: Any):
-        super().__init__(config, *where)
+    def __init__(self, config: Any, *devices: Any):
+        super().__init__(config, *devices)
         self.shape, self.levels_of_grey, self.classes = DigitImages.shape, DigitImages.levels, DigitImages.num_classes
         self.validation_samples = config.eval.images
         self.tokens = prod(self.shape)

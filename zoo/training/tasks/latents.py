@@ -80,8 +80,8 @@ class Sample(video_options.Sample):
 class Task(video.Task):
     """Diffusion on latents in buckets, the largest first: a rank reads only its frames of each clip."""
 
-    def __init__(self, config: Any, *where: Any):
-        super().__init__(config, *where)
+    def __init__(self, config: Any, *devices: Any):
+        super().__init__(config, *devices)
         self.wanted = [user_error(Bucket.parse, text, prefix="data.buckets: ") for text in config.data.buckets]
 
     @cached_property
@@ -189,8 +189,8 @@ class Task(video.Task):
     def batch(self, objective: Any, step: int, micro: int, group: int, groups: int) -> Inputs:
         bucket, epochs, indices = self._step(step, groups)
         size = self.batches[bucket]
-        mine = slice((micro * groups + group) * size, (micro * groups + group + 1) * size)
-        entries, turns = zip(*(self.train.at(bucket, i, epoch) for i, epoch in zip(indices[mine], epochs[mine])))
+        span = slice((micro * groups + group) * size, (micro * groups + group + 1) * size)
+        entries, turns = zip(*(self.train.at(bucket, i, epoch) for i, epoch in zip(indices[span], epochs[span])))
         ids = _sample_ids(entries, turns)
         inputs = self._read_clips(self.train, entries, self._dropped(step, ids).tolist())
         return inputs | self._random(objective, step, ids, self.buckets[bucket].shape)
@@ -202,11 +202,11 @@ class Task(video.Task):
             size = self.batches[bucket]
             levels = objective.validation_levels(self.config.eval.levels, self.buckets[bucket].cells)
             for first in range(0, len(chosen), size * groups):
-                mine = chosen[first + group * size : first + (group + 1) * size]
-                entries, epochs = zip(*(mine or chosen[:1]))
+                share = chosen[first + group * size : first + (group + 1) * size]
+                entries, epochs = zip(*(share or chosen[:1]))
                 inputs = self._read_clips(self.validation, entries, [False] * len(entries))
                 ids = _sample_ids(entries, epochs)
-                yield from self._judged(inputs, levels, ids, self.buckets[bucket].shape, len(mine))
+                yield from self._judged(inputs, levels, ids, self.buckets[bucket].shape, len(share))
 
     def _chosen(self) -> list[list[tuple[Entry, int]]]:
         """The validation samples of each bucket as (clip, epoch), taken from all held-out clips in shuffled order."""
@@ -245,9 +245,9 @@ class Task(video.Task):
             conditions["image"] = torch.stack([folder.vectors(entry, "image") for entry in entries])
         if "start" in self.takes:
             name = "start" if "frames" in self.conditions.first else "latent"
-            here = range(entries[0].shape[1]) if frames is None else frames
+            span = range(entries[0].shape[1]) if frames is None else frames
             conditions["start"] = torch.stack(
-                [self.conditions.start_of(folder.latent(entry, here, name), here) for entry in entries]
+                [self.conditions.start_of(folder.latent(entry, span, name), span) for entry in entries]
             )
         sizes = [clip_sizes(entry.frames, entry.height, entry.width, entry.fps) for entry in entries]
         conditions |= {name: torch.tensor([size[name] for size in sizes]) for name in SIZES}

@@ -50,8 +50,8 @@ class Task(task.Task):
         "extra_msa extra_deletions extra_mask".split(), 1,
     )  # fmt: skip
 
-    def __init__(self, config: Any, *where: Any):
-        super().__init__(config, *where)
+    def __init__(self, config: Any, *devices: Any):
+        super().__init__(config, *devices)
         data = config.data
         self.validation_samples = config.eval.proteins
         self.tokens = data.rows * data.residues
@@ -93,9 +93,9 @@ class Task(task.Task):
             raise UserError("the model has an extra alignment: set data.extra_rows, or model.overrides.extra_depth=0")
         if rows and not wanted:
             raise UserError(f"data.extra_rows={rows}, and the model has no extra alignment: set data.extra_rows=0")
-        if (taken := getattr(model.config, "couplings", 0)) != self.features:
+        if (couplings := getattr(model.config, "couplings", 0)) != self.features:
             raise UserError(
-                f"the data has {self.features} couplings of each pair and the model takes {taken}: "
+                f"the data has {self.features} couplings of each pair and the model takes {couplings}: "
                 f"set model.overrides.couplings={self.features}{'' if self.features else ', or data.couplings=true'}"
             )
         if (wanted := getattr(model.config, "templates", 0)) and not self.templates:
@@ -192,8 +192,8 @@ class Task(task.Task):
             parts = [of(example) for example in examples]
             return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
-        def sharded(what: str, of: Callable[[Example, range], dict[str, Tensor]]) -> dict[str, Tensor]:
-            length = self.shape[what]
+        def sharded(dimension: str, of: Callable[[Example, range], dict[str, Tensor]]) -> dict[str, Tensor]:
+            length = self.shape[dimension]
             local = stacked(lambda example: of(example, self.local_range(length)))
             for name, sums in counted.items():
                 if name in local:

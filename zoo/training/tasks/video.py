@@ -35,8 +35,8 @@ class Task(task.Task):
 
     sharded_inputs = {"x": 2, "noise": 2, "x_mask": 1, "start": 2}
 
-    def __init__(self, config: Any, *where: Any):
-        super().__init__(config, *where)
+    def __init__(self, config: Any, *devices: Any):
+        super().__init__(config, *devices)
         self.levels, self.validation_samples = config.eval.levels, config.eval.clips
 
     @property
@@ -142,9 +142,9 @@ class Task(task.Task):
         options = self.config.objective
         if options.name == "iddpm":
             return IDDPM(model, velocity=options.predicts == "velocity", min_snr=options.min_snr)
-        how: dict[str, Any] = {"loc": options.loc, "scale": options.scale, "uniform": options.levels == "uniform"}
-        how |= {"shift": options.shift, "shift_cells": options.shift_cells, "clean": options.predicts == "clean"}
-        return RectifiedFlow(model, **how, within=(options.range[0], options.range[1]))
+        settings: dict[str, Any] = {"loc": options.loc, "scale": options.scale, "uniform": options.levels == "uniform"}
+        settings |= {"shift": options.shift, "shift_cells": options.shift_cells, "clean": options.predicts == "clean"}
+        return RectifiedFlow(model, **settings, within=(options.range[0], options.range[1]))
 
     def sampler(self, clip: tuple[int, int, int]) -> Callable[..., Tensor]:
         """The sampler of clips of this size, at the levels of training: `euler` or `ddim`."""

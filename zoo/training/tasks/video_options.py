@@ -28,8 +28,8 @@ class Digits:
 
     def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
         size, speed = (self.height, self.width), (self.speed[0], self.speed[1])
-        drawn: dict[str, Any] = {"frames": self.frames, "size": size, "digit": self.digit, "speed": speed}
-        return MovingDigits("train", seed=seed, **drawn), MovingDigits("validation", seed=0, **drawn)
+        settings: dict[str, Any] = {"frames": self.frames, "size": size, "digit": self.digit, "speed": speed}
+        return MovingDigits("train", seed=seed, **settings), MovingDigits("validation", seed=0, **settings)
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Shapes:
     def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
         ranges = {"radius": (self.radius[0], self.radius[1]), "speed": (self.speed[0], self.speed[1])}
         size = (self.height, self.width)
-        drawn: dict[str, Any] = {"frames": self.frames, "size": size, "tilt": self.tilt, **ranges}
-        train = MovingShapes("train", count=self.clips, seed=seed, **drawn)
-        return train, MovingShapes("validation", count=min(512, self.clips), **drawn)
+        settings: dict[str, Any] = {"frames": self.frames, "size": size, "tilt": self.tilt, **ranges}
+        train = MovingShapes("train", count=self.clips, seed=seed, **settings)
+        return train, MovingShapes("validation", count=min(512, self.clips), **settings)
 
 
 @dataclass
@@ -75,10 +75,15 @@ class VideoFolder:
     verify: bool = option(False, "decode every file once at the start, to find and skip damaged ones")
 
     def datasets(self, seed: int) -> tuple[VideoDataset, VideoDataset]:
-        how: dict[str, Any] = {"frames": self.frames, "stride": self.stride, "fps": self.fps, "verify": self.verify}
-        how |= {"height": self.height, "width": self.width, "seed": seed}
+        settings: dict[str, Any] = {
+            "frames": self.frames,
+            "stride": self.stride,
+            "fps": self.fps,
+            "verify": self.verify,
+        }
+        settings |= {"height": self.height, "width": self.width, "seed": seed}
         shares = shares_of(self.path, self.mix)
-        parts = [video_folder.VideoFolder(path, **how).split(self.validation) for path in shares]
+        parts = [video_folder.VideoFolder(path, **settings).split(self.validation) for path in shares]
         if len(parts) == 1:
             return parts[0]
         train, held_out = zip(*parts)
