@@ -15,7 +15,7 @@ from dsp.planner.problem import Copies, Layout, Move, Solution
 
 ROWS = 500_000  # rows of a table; a problem that needs more goes to the sweep
 FIRST = 300_000  # rows of all tables together, in the first try; then the problem is made smaller
-ENOUGH = 1_500_000  # the same, in later tries
+ENOUGH = 4_000_000  # the same, in later tries
 HUB = 32  # a variable of one value that is in more tables is left out of them: else all variables become its neighbours
 
 _State = tuple[tuple[Layout, ...], Copies]  # of a value: the layouts it may start in, and those needed so far

@@ -34,7 +34,7 @@ class Case(NamedTuple):
     even: tuple[int, int, int] = (1, 8, 8)
     large: Callable[[], tuple[Callable[[], nn.Module], Inputs]] | None = None  # where activations outweigh parameters
     most: float = 1.1  # of these a rank has so many N-ths at most: of the largest, and of all together
-    floor: int = 0  # smaller tensors are not counted, in elements; 0: those of a parameter's size
+    floor: int = 0  # elements: tensors no larger than this, or than a parameter, are not counted
     planned: bool = True  # ahead of its first run: it neither reads its data nor hides a kernel
 
 

@@ -44,7 +44,7 @@ def shares(
         if parallel:
             parallelize(model)
             model(**inputs)  # planned
-        with Sizes(floor or max(p.numel() for p in model.parameters())) as sizes:
+        with Sizes(max(floor, *(p.numel() for p in model.parameters()))) as sizes:
             loss = sum(dsp.mean(y) for y in tensors_in(model(**inputs)) if y.requires_grad)
             if backward:
                 loss.backward()
