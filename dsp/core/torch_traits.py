@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsp.core.torch_calls import tensor_args
-from dsp.support.private import OpOverload, schemas, set_backward_hooks
+from dsp.support.private import OpOverload, OpOverloadPacket, schemas, set_backward_hooks
 
 BY_NUMBER = frozenset({"apply", "map", "map2"})  # call Python for every element
 STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")  # read memory as it lies on each rank
@@ -64,12 +64,14 @@ HOMONYMS = {
 def op_name(func: Any) -> tuple[str, bool]:
     """(plain name, whether it reads an attribute): ``Tensor.__iadd__`` is "iadd", ``x.shape`` is ("shape", True).
 
-    A custom op has the name of its library, too: ``torch.ops.mine.norm.default`` is "mine::norm".
+    An op has the name of the torch function that calls it, or else that of its library, too: ``torch.ops.mine.norm``
+    is "mine::norm".
     """
     if func in HOMONYMS:
         return HOMONYMS[func], False
-    if isinstance(func, OpOverload) and func.namespace not in ("aten", "prim"):
-        return func.name(), False
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        caller = caller_of(func)
+        return (library_name(func), False) if caller is None else op_name(caller)
     name = getattr(func, "__name__", None) or type(func).__name__  # no address, which differs between ranks
     if name == "__get__":
         return getattr(func.__self__, "__name__", "?"), True
@@ -80,13 +82,30 @@ def op_name(func: Any) -> tuple[str, bool]:
     return name.strip("_").removeprefix("linalg_"), False
 
 
+def library_name(op: Any) -> str:
+    """The name of an op with that of its library, whichever of its overloads is called."""
+    packet = op.overloadpacket if isinstance(op, OpOverload) else op
+    return str(packet).replace(".", "::", 1)
+
+
+def caller_of(op: Any) -> Any:
+    """The function of torch that calls an op of its own, with the same arguments; None if there is none.
+
+    A function of torch that is written in Python may have other arguments than the op of its name, as `F.mse_loss` has.
+    """
+    library, _, name = library_name(op).partition("::")
+    places = (torch, Tensor, torch.nn.functional) if library == "aten" else ()
+    functions = (getattr(place, name, None) for place in places)
+    return next((f for f in functions if inspect.isroutine(f) and not inspect.isfunction(f)), None)
+
+
 def collective(func: Any) -> bool:
     """Tell whether a function is one of torch.distributed's; it works on all ranks, and writes into an argument."""
     return getattr(func, "__module__", None) == "torch.distributed.distributed_c10d"
 
 
 def in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]  # of an op, without its overload
     return (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_DUNDER
 
 

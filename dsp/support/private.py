@@ -451,6 +451,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "OpOverloadPacket",
     "Recompute",
     "StorageWeakRef",
     "TensorMeta",

@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.core.torch_traits import op_name
+from dsp.core.torch_traits import in_place, op_name
 from dsp.glue.rules import RULES
 from dsp.glue.rules.call import rule
 from dsp.glue.rules.elementwise import elementwise
 from tests.support.parity import assert_parallel_equal, assert_step_equal
+from tests.support.slow import slow
 from tests.support.toys import Along, C, SpaceTime
+
+aten = torch.ops.aten
 
 
 def by_library(m: Any, x: Tensor) -> Tensor:
@@ -107,7 +111,41 @@ def test_the_backward_of_a_custom_op_gets_parts_as_its_forward(mesh: DeviceMesh,
         RULES.pop(WAVE, None)
 
 
-def test_a_custom_op_has_the_name_of_its_library() -> None:
-    """By which no rule of another library's op of this name is taken for its own."""
+def test_an_op_has_the_name_of_what_calls_it_or_that_of_its_library() -> None:
+    """By which no rule of another function of this name is taken for its own."""
     assert op_name(torch.ops.dsp_test_foreign.wave.default) == (WAVE, False)
-    assert op_name(torch.ops.aten.cumsum.default) == ("cumsum.default", False)
+    assert op_name(aten.cumsum.default) == op_name(aten.cumsum) == ("cumsum", False)
+    assert op_name(aten.batch_norm) == op_name(torch.batch_norm) != op_name(F.batch_norm)
+    assert op_name(aten.mse_loss.default) == ("aten::mse_loss", False) != op_name(F.mse_loss)
+    assert in_place(aten.add_.Tensor)
+
+
+def normed(m: Any, x: Tensor) -> Tensor:
+    """The op takes the weight where `F.batch_norm` takes the running mean."""
+    y = aten.batch_norm(m.space(x).movedim(-1, 1), m.w, m.w / 2, None, None, True, 0.1, 1e-5, False)
+    return m.time(y.movedim(1, -1))
+
+
+def embedded(m: Any, x: Tensor) -> Tensor:
+    """The op takes the table first."""
+    y = m.space(x)
+    return m.time(y + aten.embedding(m.w.diag(), (2 * y.sum(-1)).long().clamp(0, C - 1)))
+
+
+def compared(m: Any, x: Tensor) -> Tensor:
+    """The op takes a number for the reduction, where `F.mse_loss` takes whether to average."""
+    y = m.space(x)
+    return m.time(y + aten.mse_loss(y, y * 2, 2) + aten.mse_loss.default(y, y.cos(), 0))
+
+
+def accumulated(m: Any, x: Tensor) -> Tensor:
+    y = m.space(x) * 1
+    aten.mul_(aten.add_.Tensor(y, aten.cumsum.default(y, 1)), m.w)
+    return m.time(y + aten.sum.dim_IntList(y, [2], True) + aten._softmax.default(y, 1, False))
+
+
+@pytest.mark.parametrize("mesh", [2, slow(3)])
+@pytest.mark.parametrize("does", [normed, embedded, compared, accumulated])
+def test_ops_of_torch_called_by_name(mesh: DeviceMesh, does: Any) -> None:
+    model = SpaceTime(does, w=nn.Parameter(torch.linspace(0.5, 2, C))).double()
+    assert_parallel_equal(model, mesh, (torch.randn(2, 5, 7, C, dtype=torch.float64),))

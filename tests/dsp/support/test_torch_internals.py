@@ -233,6 +233,8 @@ def dispatch_mode() -> None:
     assert "aten::addmm" in seen.ops
     assert not private.below_autograd()
     assert isinstance(torch.ops.aten.addmm.default, private.OpOverload)
+    assert isinstance(torch.ops.aten.addmm, private.OpOverloadPacket)
+    assert str(torch.ops.aten.addmm) == "aten.addmm"
     assert torch.ops.dsp.switch.default.namespace == "dsp"
 
 
