@@ -72,11 +72,17 @@ def positions(func: Any) -> tuple[tuple[str, ...], ...]:
 
 
 TENSORLESS = frozenset({bool, int, float, str, type(None), torch.dtype})  # types of values that hold no tensor
+# NumPy's names of arguments, which torch's functions written in C++ take as well as those of their schemas
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 
-def by_position(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A call whose tensors are in their positions, where keywords named them and all before them are given."""
-    if not tensor_args((), kwargs) or kwargs.get("out") is not None:
+def usual_call(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A call as rules read it: its arguments have torch's names, and its tensors are in their positions, where keywords
+    named them and all before them are given."""
+    if not NUMPY_NAMES.keys().isdisjoint(kwargs):
+        kwargs = in_torch_names(func, kwargs)
+    named_tensors = not TENSORLESS.issuperset(map(type, kwargs.values())) and tensor_args((), kwargs)
+    if not named_tensors or kwargs.get("out") is not None:
         return args, kwargs
     for names in positions(func):
         placed, named = list(args), dict(kwargs)
@@ -85,6 +91,14 @@ def by_position(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict
         if not tensor_args((), named):
             return tuple(placed), named
     return args, kwargs
+
+
+def in_torch_names(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by their names in a function's schemas, where NumPy's were given."""
+    names = {a.name for schema in schemas(func) for a in schema.arguments}
+    names |= {"input"} if "self" in names else set()
+    numpy_names = {k: name for k, name in NUMPY_NAMES.items() if k not in names and name in names}
+    return {numpy_names.get(k, k): v for k, v in kwargs.items()}
 
 
 def with_operands(value: Any, new: Iterator[Any]) -> Any:

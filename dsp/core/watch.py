@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from dsp.core.arguments import DIFFERENT, unrunnable, without_data_of
 from dsp.core.carrier import LOCAL, Carrier, first_carrier
 from dsp.core.record import Record
-from dsp.core.torch_calls import TENSORLESS, GlueError, by_position, tensor_args
+from dsp.core.torch_calls import GlueError, tensor_args, usual_call
 from dsp.core.torch_traits import UNRUNNABLE, WITHOUT_DATA, Traits, traits_of
 from dsp.support.private import (
     CONTEXT,
@@ -63,8 +63,8 @@ class Watch(TorchFunctionMode):
             refuse_transforms(traits_of(func), args, kwargs)
             return func(*args, **kwargs)
         traits = traits_of(func)
-        if kwargs and not TENSORLESS.issuperset(map(type, kwargs.values())):
-            args, kwargs = by_position(func, args, kwargs)
+        if kwargs:
+            args, kwargs = usual_call(func, args, kwargs)
         read = args if traits.dtype_arg is None else without_data_of(args, traits.dtype_arg)
         tensors = tensor_args(read, kwargs)
         carried = any(isinstance(t, Carrier) for t in tensors)

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsp.core.arguments import INDEXED, numbered, without_data_of
 from dsp.core.record import Node, Operation, Ref
-from dsp.core.torch_calls import TENSORLESS, by_position, replaced, tensor_args
+from dsp.core.torch_calls import replaced, tensor_args, usual_call
 from dsp.core.torch_traits import Traits, traits_of
 from dsp.discovery.calls import ModuleCall
 from dsp.stages.signature import Signature
@@ -47,8 +47,8 @@ class Recording(TorchFunctionMode):
             args = without_data_of(args, traits.dtype_arg)
         if traits.name in INDEXED:
             args = numbered(args, self)
-        if kwargs and not TENSORLESS.issuperset(map(type, kwargs.values())):
-            args, kwargs = by_position(func, args, kwargs)
+        if kwargs:
+            args, kwargs = usual_call(func, args, kwargs)
         return self.operation(func, traits, args, kwargs)
 
     def refs(self, tensors: Iterable[Tensor]) -> list[Ref]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from dsp.comm.balanced_rows import RowDeal
 from dsp.comm.layout import Cut, chunk
 from dsp.comm.randomness import seed
-from dsp.core.torch_calls import GlueError, Operand, replaced, tensor_args, without_operands
+from dsp.core.torch_calls import GlueError, Operand, replaced, tensor_args, usual_call, without_operands
 from dsp.core.torch_traits import in_place, op_name
 from dsp.glue.rules import RULES, Frame, Outcome, localize_source, source_cuts
 from dsp.support.tensors import tensors_in
@@ -31,12 +31,16 @@ Layout = Cut | None
 
 @dataclass
 class Call:
-    """An operation on whole tensors. `values` False: random or unset, so that only shapes can be compared."""
+    """An operation on whole tensors, as it enters a rule. `values` False: random or unset, so that only shapes can be
+    compared."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     values: bool = True
+
+    def __post_init__(self) -> None:
+        self.args, self.kwargs = usual_call(self.func, self.args, self.kwargs)
 
     @property
     def name(self) -> str:

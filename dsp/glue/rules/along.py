@@ -78,8 +78,6 @@ def reduced(f: Frame) -> tuple[Any, bool]:
     position = {"norm": 2, "vector_norm": 2}.get(f.name, 1)
     beside = f.name in ("var", "std", "var_mean", "std_mean")  # unbiased precedes keepdim
     dims = f.args[1:] if f.name == "count_nonzero" and len(f.args) > 2 else f.get(position, "dim")
-    if dims is None and "axis" in f.kwargs:
-        dims = f.kwargs["axis"]
     if isinstance(dims, bool):
         dims = f.kwargs.get("dim")
     return dims, f.name != "count_nonzero" and bool(f.get(position + 1 + beside, "keepdim", False))

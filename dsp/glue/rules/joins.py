@@ -21,7 +21,7 @@ def cat(f: Frame) -> Outcome:
     cut = reference.cut
     assert cut is not None
     stacked = f.name == "stack"
-    dim = f.normal(f.get(1, "dim", f.kwargs.get("axis", 0)), reference.ndim + stacked)
+    dim = f.normal(f.get(1, "dim", 0), reference.ndim + stacked)
     if not stacked:  # torch leaves out tensors of shape (0,), such as a cache that has nothing yet
         tensors = [t for t in tensors if t.shape != (0,) or reference.ndim == 1]
         if len(tensors) == 1:

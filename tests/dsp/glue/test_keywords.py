@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dsp
-from dsp.core.torch_calls import by_position
+from dsp.core.torch_calls import usual_call
 from dsp.glue.rules import RULES
-from tests.support.parity import assert_step_equal
+from tests.support.parity import assert_parallel_equal, assert_step_equal
 from tests.support.runs import Heard
 from tests.support.toys import Does
 
@@ -42,6 +43,22 @@ class Calls(nn.Module):
         return self.lin(self.call(self.lin(x), self.lin.weight[:1].expand(2, 1, 4).clone()))
 
 
+NAMES_OF_NUMPY: dict[str, Callable[[Tensor], Tensor]] = {
+    "scan": lambda y: torch.cumsum(y, axis=1) + y.cumsum(axis=2),
+    "sort": lambda y: y.sort(axis=1).values + torch.sort(y, descending=True, axis=2)[0],
+    "reduction": lambda y: y + y.sum(axis=1, keepdims=True) + torch.amax(x=y, axis=(1,), keepdims=True),
+    "position": lambda y: y + y.argmax(axis=1, keepdims=True) + y.median(axis=2, keepdims=True)[0],
+    "join": lambda y: torch.cat([y, torch.mul(x=y, x2=y)], axis=1)[:, :7] + torch.stack([y, y], axis=1).sum(axis=1),
+}
+
+
+@pytest.mark.parametrize("name", NAMES_OF_NUMPY)
+def test_arguments_by_the_names_that_numpy_has(mesh: DeviceMesh, name: str) -> None:
+    """Torch's functions take axis= for dim=: a rule that read neither took another dim, and numbers were wrong."""
+    single = Does(lambda m, x: m.lin(NAMES_OF_NUMPY[name](m.lin(x))), lin=nn.Linear(4, 4)).double()
+    assert_parallel_equal(single, mesh, (torch.randn(2, 7, 4).double(),), {"": "x=b t c"})
+
+
 @pytest.mark.parametrize("mesh", [2])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_tensor_that_is_a_keyword_is_an_operand(mesh: DeviceMesh, name: str) -> None:
@@ -54,9 +71,11 @@ def test_a_tensor_that_is_a_keyword_is_an_operand(mesh: DeviceMesh, name: str) -
 
 def test_the_positions_of_keywords() -> None:
     x, y = torch.ones(2), torch.zeros(2)
-    assert by_position(torch.add, (), {"other": y, "input": x, "alpha": 2}) == ((x, y), {"alpha": 2})
-    assert by_position(F.linear, (x,), {"bias": y}) == ((x,), {"bias": y})  # nobody gave what is before it
-    assert by_position(torch.sum, (x,), {"dim": 1}) == ((x,), {"dim": 1})
+    assert usual_call(torch.add, (), {"other": y, "input": x, "alpha": 2}) == ((x, y), {"alpha": 2})
+    assert usual_call(F.linear, (x,), {"bias": y}) == ((x,), {"bias": y})  # nobody gave what is before it
+    assert usual_call(torch.sum, (x,), {"dim": 1}) == ((x,), {"dim": 1})
+    assert usual_call(torch.sum, (), {"x": x, "axis": 1, "keepdims": True}) == ((x,), {"dim": 1, "keepdim": True})
+    assert usual_call(torch.swapaxes, (x,), {"axis0": 0, "axis1": 1}) == ((x,), {"axis0": 0, "axis1": 1})
 
 
 def test_a_rule_that_fails_leaves_its_operation_replicated(mesh: DeviceMesh) -> None:

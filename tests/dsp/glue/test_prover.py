@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dsp.comm.layout import Cut
-from dsp.core.torch_calls import by_position, positions
+from dsp.core.torch_calls import NUMPY_NAMES, positions
 from dsp.core.torch_traits import ATTRIBUTE_OPS, FILLED, METADATA, SOURCES, UNRUNNABLE, in_place, op_name, traits_of
 from dsp.core.torch_traits import RANDOM as DRAWN
 from dsp.glue.rules import RULES
@@ -103,22 +103,25 @@ def valid(func: Callable[..., Any], forms: list[Form], most: int = 99) -> Iterat
             return
 
 
+IN_NUMPY = {name: numpy_name for numpy_name, name in NUMPY_NAMES.items()}
+
+
 def named(call: Call) -> Iterator[Call]:
-    """A call by keywords, of all its arguments and of all but the first, in each form that the function takes: as it
-    enters a rule."""
-    for names in positions(call.func):
+    """A call by keywords, of all its arguments and of all but the first, in each form that the function takes; by
+    torch's names, and by NumPy's."""
+    forms = positions(call.func)
+    for names in dict.fromkeys((*forms, *(tuple(IN_NUMPY.get(name, name) for name in names) for names in forms))):
         for first in (0, 1):
             by_name = dict(zip(names[first:], call.args[first:]))
             if first >= len(call.args) or len(call.args) > len(names) or by_name.keys() & call.kwargs.keys():
                 continue
-            placed = by_position(call.func, call.args[:first], {**by_name, **call.kwargs})
             try:
                 out = call.func(*call.args[:first], **by_name, **call.kwargs)
             except Exception:  # it takes them by position alone
                 continue
             if out is NotImplemented:
                 continue
-            yield Call(call.func, *placed, values=call.values)
+            yield Call(call.func, call.args[:first], {**by_name, **call.kwargs}, values=call.values)
 
 
 def functions_by_rule() -> dict[str, list[Callable[..., Any]]]:
