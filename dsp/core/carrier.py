@@ -24,7 +24,7 @@ from dsp.comm.moves import gather_local
 from dsp.comm.observers import RUNNING
 from dsp.core.arguments import INDEXED, numbered, without_data_of
 from dsp.core.record import Layout, Record, Ref
-from dsp.core.torch_calls import GlueError, usual_call
+from dsp.core.torch_calls import NUMPY_NAMES, TENSORLESS, GlueError, usual_call
 from dsp.core.torch_traits import TELLING, traits_of
 from dsp.support.private import GRAD_SWITCH, FakeTensor, OpOverload, below_autograd, storage_id
 from dsp.support.tensors import memory, tensors_in, version
@@ -82,7 +82,7 @@ class Carrier(Tensor):
             args = without_data_of(args, traits.dtype_arg)
         if traits.name in INDEXED:
             args = numbered(args, INLINE)
-        if kwargs:
+        if kwargs and not (NUMPY_NAMES.keys().isdisjoint(kwargs) and TENSORLESS.issuperset(map(type, kwargs.values()))):
             args, kwargs = usual_call(func, args, kwargs)
         first = first_carrier((*args, *kwargs.values()))
         if first is None:  # only its type was read

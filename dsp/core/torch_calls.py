@@ -78,11 +78,11 @@ NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input",
 
 def usual_call(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A call as rules read it: its arguments have torch's names, and its tensors are in their positions, where keywords
-    named them and all before them are given."""
+    named them and all before them are given. It stays as it is if no keyword is one of `NUMPY_NAMES`, and the types of
+    all that keywords name are `TENSORLESS`."""
     if not NUMPY_NAMES.keys().isdisjoint(kwargs):
         kwargs = in_torch_names(func, kwargs)
-    named_tensors = not TENSORLESS.issuperset(map(type, kwargs.values())) and tensor_args((), kwargs)
-    if not named_tensors or kwargs.get("out") is not None:
+    if not tensor_args((), kwargs) or kwargs.get("out") is not None:
         return args, kwargs
     for names in positions(func):
         placed, named = list(args), dict(kwargs)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from dsp.core.arguments import DIFFERENT, unrunnable, without_data_of
 from dsp.core.carrier import LOCAL, Carrier, first_carrier
 from dsp.core.record import Record
-from dsp.core.torch_calls import GlueError, tensor_args, usual_call
+from dsp.core.torch_calls import NUMPY_NAMES, TENSORLESS, GlueError, tensor_args, usual_call
 from dsp.core.torch_traits import UNRUNNABLE, WITHOUT_DATA, Traits, traits_of
 from dsp.support.private import (
     CONTEXT,
@@ -63,7 +63,7 @@ class Watch(TorchFunctionMode):
             refuse_transforms(traits_of(func), args, kwargs)
             return func(*args, **kwargs)
         traits = traits_of(func)
-        if kwargs:
+        if kwargs and not (NUMPY_NAMES.keys().isdisjoint(kwargs) and TENSORLESS.issuperset(map(type, kwargs.values()))):
             args, kwargs = usual_call(func, args, kwargs)
         read = args if traits.dtype_arg is None else without_data_of(args, traits.dtype_arg)
         tensors = tensor_args(read, kwargs)
