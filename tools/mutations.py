@@ -576,8 +576,8 @@ FAULTS = [
     Fault(
         "a rank without rows takes a tensor for up to date that missed a write",
         "dsp/core/writes.py",
-        "(moved or into is None or plain(t).numel() > 0)",
-        "moved",
+        "(in_other_cut(x, base_of(t)) or into is None or plain(t).numel() > 0)",
+        "in_other_cut(x, base_of(t))",
         "dsp/core/test_random_models::test_every_rank_refuses_a_write_that_the_original_missed",
     ),
     Fault(

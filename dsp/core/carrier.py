@@ -76,14 +76,14 @@ class Carrier(Tensor):
                 return func(*args, **kwargs)
         if traits.name == "detach":  # a checkpoint detaches what it saves, in backward too
             return detach(args[0])
+        if kwargs and not (NUMPY_NAMES.keys().isdisjoint(kwargs) and TENSORLESS.issuperset(map(type, kwargs.values()))):
+            args, kwargs = usual_call(func, args, kwargs)
         if traits.decomposition is not None and (out := traits.written_out(INLINE, args, kwargs)) is not None:
             return out
         if traits.dtype_arg is not None:
             args = without_data_of(args, traits.dtype_arg)
         if traits.name in INDEXED:
             args = numbered(args, INLINE)
-        if kwargs and not (NUMPY_NAMES.keys().isdisjoint(kwargs) and TENSORLESS.issuperset(map(type, kwargs.values()))):
-            args, kwargs = usual_call(func, args, kwargs)
         first = first_carrier((*args, *kwargs.values()))
         if first is None:  # only its type was read
             return func(*args, **kwargs)

@@ -261,9 +261,11 @@ def in_other_memory(x: Carrier, t: Carrier, into: Any) -> bool:
     """
     if plain(x).numel():
         return memory(plain(x)) != into
-    base = base_of(t)
-    moved = base.ref.shape == x.ref.shape and x.cut != base.cut
-    return 0 not in x.ref.shape and (moved or into is None or plain(t).numel() > 0)
+    return 0 not in x.ref.shape and (in_other_cut(x, base_of(t)) or into is None or plain(t).numel() > 0)
+
+
+def in_other_cut(x: Carrier, base: Carrier) -> bool:
+    return base.ref.shape == x.ref.shape and x.cut != base.cut
 
 
 def copy_in(x: Carrier, t: Carrier, into: Any) -> tuple[Tensor, Layout] | None:
@@ -273,7 +275,7 @@ def copy_in(x: Carrier, t: Carrier, into: Any) -> tuple[Tensor, Layout] | None:
     returned that where the others returned their copy.
     """
     copies, base = x.copies or {}, base_of(t)
-    if into is not None and not plain(t).numel() and base.ref.shape == x.ref.shape and x.cut != base.cut:
+    if into is not None and not plain(t).numel() and in_other_cut(x, base):
         return (copies[base.cut], base.cut) if base.cut in copies else None
     return next(((copy, cut) for cut, copy in copies.items() if memory(copy) == into), None)
 

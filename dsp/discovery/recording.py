@@ -41,14 +41,14 @@ class Recording(TorchFunctionMode):
         if maybe_current_level() is not None:  # a tensor hides another one and its shape: a node without an offer
             self.body.append(Node("plain", traits.name, []))
             return func(*args, **kwargs)
+        if kwargs:
+            args, kwargs = usual_call(func, args, kwargs)
         if traits.decomposition is not None and (out := traits.written_out(self, args, kwargs)) is not None:
             return out
         if traits.dtype_arg is not None:
             args = without_data_of(args, traits.dtype_arg)
         if traits.name in INDEXED:
             args = numbered(args, self)
-        if kwargs:
-            args, kwargs = usual_call(func, args, kwargs)
         return self.operation(func, traits, args, kwargs)
 
     def refs(self, tensors: Iterable[Tensor]) -> list[Ref]:
